@@ -118,6 +118,7 @@ def assert_nothing_left(folder: Path, processes: int | None = None) -> None:
     until(lambda: not any(segment.exists() for segment in segments), "shared memory is left")
 
 
+HERE = str(Path(__file__).parent)
 DRIVER = """
     import sys
     sys.path.insert(0, sys.argv[1])
@@ -129,18 +130,20 @@ DRIVER = """
 """
 
 
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """Create a folder for what ranks note."""
+    (folder := tmp_path / "notes").mkdir()
+    return folder
+
+
 @linux
 @pytest.mark.parametrize("victim", ["driver", "supervisor", "zygote and supervisor"])
 def test_processes_that_ranks_started_end_with_a_killed_ancestor(
-    tmp_path: Path, victim: str
+    tmp_path: Path, notes: Path, victim: str
 ) -> None:
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    here = str(Path(__file__).parent)
-    with driver(DRIVER, tmp_path, here, str(notes), "warm") as (process, mark):
-        until(lambda: len(list(notes.glob("*.json"))) == RANKS, "the ranks run", 60)
-        [rank, *_] = json.loads((notes / "0.json").read_text())[1]
-        supervisor = psutil.Process(rank).ppid()
+    with driver(DRIVER, tmp_path, HERE, str(notes), "warm") as (process, mark):
+        supervisor = psutil.Process(ranks_in(notes)[0]).ppid()
         victims = {
             "driver": [process.pid],
             "supervisor": [supervisor],
@@ -156,12 +159,10 @@ def test_processes_that_ranks_started_end_with_a_killed_ancestor(
 
 @linux
 def test_the_kernel_ends_ranks_whose_supervisor_is_killed_if_the_driver_cannot(
-    tmp_path: Path,
+    tmp_path: Path, notes: Path
 ) -> None:
     """The driver is stopped, and fresh ranks have no zygote."""
-    here = str(Path(__file__).parent)
-    (notes := tmp_path / "notes").mkdir()
-    with driver(DRIVER, tmp_path, here, str(notes), "fresh") as (process, _):
+    with driver(DRIVER, tmp_path, HERE, str(notes), "fresh") as (process, _):
         ranks = ranks_in(notes)
         supervisor = psutil.Process(ranks[0]).ppid()
         os.kill(process.pid, signal.SIGSTOP)
@@ -188,11 +189,9 @@ FORKING_DRIVER = """
 
 @linux
 def test_ranks_end_with_a_killed_driver_although_its_child_has_its_descriptors(
-    tmp_path: Path,
+    tmp_path: Path, notes: Path
 ) -> None:
-    here = str(Path(__file__).parent)
-    (notes := tmp_path / "notes").mkdir()
-    with driver(FORKING_DRIVER, tmp_path, here, str(notes)) as (process, _):
+    with driver(FORKING_DRIVER, tmp_path, HERE, str(notes)) as (process, _):
         until(lambda: (notes / "child").exists(), "the driver has forked", 60)
         os.kill(process.pid, signal.SIGKILL)
         assert_gone(ranks_in(notes))

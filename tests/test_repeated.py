@@ -1,4 +1,4 @@
-"""Many runs, concurrent runs and interrupted runs are independent and leave nothing behind."""
+"""Many runs, and concurrent runs, are independent and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from conftest import cluster_is_slow, facts_in
-from support.driver_process import driver, read_pids
 from support.waiting import MARK, assert_gone, marked, until
 
 from distributor import TorchDistributor
@@ -130,41 +129,6 @@ def test_two_concurrent_runs_are_independent(
             assert (total, gathered) == (3, [(name, rank, name) for rank in range(2)])
             ids.add(run_id)
     assert len(ids) == 2, "each has its own run id"
-
-
-HANGING_RUNS = """
-    from distributor import TorchDistributor
-
-
-    def hang():
-        import os, threading
-
-        print("pid", os.getpid())
-        threading.Event().wait()
-
-
-    distributor = TorchDistributor(2, use_gpu=False)
-    while True:
-        try:
-            distributor.run(hang)
-        except KeyboardInterrupt:
-            print("KeyboardInterrupt", flush=True)
-"""
-
-
-def test_ctrl_c_and_the_drivers_death_end_the_ranks(tmp_path: Path) -> None:
-    with driver(HANGING_RUNS, tmp_path) as (process, mark):
-        assert process.stdout
-        first = read_pids(process, 2)
-        process.send_signal(signal.SIGINT)
-        assert_gone(first)
-        assert "KeyboardInterrupt\n" in iter(process.stdout.readline, "")
-        second = read_pids(process, 2)  # the driver still runs, and can launch again
-        assert process.poll() is None
-        assert not set(first) & set(second)
-        process.kill()
-        assert_gone(second)
-        until(lambda: not marked(mark), "processes of the driver are left")
 
 
 @cluster_is_slow

@@ -31,7 +31,7 @@ from distributor.policies.deadlines import UNLINKED_SECONDS
 from distributor.programs.programs import program_of
 from distributor.run.settings import Settings
 from distributor.run.spec import RunSpec
-from distributor.serialization.outcome import Failure, Origin, Outcome
+from distributor.serialization.outcome import Outcome
 from distributor.wire.hub import Hub
 from distributor.wire.link import Link
 from distributor.wire.messages import (
@@ -154,8 +154,8 @@ class FollowedRun:
         assert self._raised, "no error yet" if self._thread.is_alive() else "it ended without one"
         return self._raised[0]
 
-    def end(self, ending: NodesEnded | None = None) -> list[Outcome]:
-        self.hub.post(ending or NodesEnded())
+    def end(self) -> list[Outcome]:
+        self.hub.post(NodesEnded())
         self._thread.join(SOON)
         assert not self._thread.is_alive()
         return self._outcomes
@@ -214,11 +214,6 @@ def started_nodes(run: FollowedRun) -> list[FakeNode]:
     for node in nodes:
         node.send(RanksStarted())
     return nodes
-
-
-def failure_of(rank: int) -> Failure:
-    origin = Origin(rank=rank, local_rank=0, host=f"host{rank}")
-    return Failure(origin=origin, summary="KeyError: 'x'", text="", pickled=None)
 
 
 def test_all_nodes_go_on_without_links_if_one_has_none_in_time(

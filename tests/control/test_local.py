@@ -13,7 +13,6 @@ from support.waiting import assert_gone
 
 from distributor import Listener, TorchDistributor
 from distributor.link.queue_link import MAX_BACKLOG, QueueLinks
-from distributor.wire.messages import Output
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -37,16 +36,6 @@ def test_output_is_complete_if_the_driver_is_slower_than_the_ranks(tmp_path: Pat
     ranks(log_dir=tmp_path, listeners=[Slow()], show_output="none").run(talk)
     [log] = tmp_path.glob("*/attempt_0/rank0.stdout")
     assert log.stat().st_size == size
-
-
-def test_a_node_that_sends_more_than_fits_waits_until_the_limit_is_lifted() -> None:
-    links = QueueLinks()
-    link = links.connect(0, lambda message: None)
-    link.send(Output(0, "stdout", bytes(MAX_BACKLOG)))
-    links.lift_limit()
-    link.send(Output(0, "stdout", b"more"))
-    assert links.get(1) == (0, Output(0, "stdout", bytes(MAX_BACKLOG)))
-    assert links.get(1) == (0, Output(0, "stdout", b"more"))
 
 
 def test_a_run_that_is_cancelled_at_once_ends_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Progress bars of ranks: as lines of a file, on terminals and in notebooks."""
+"""Progress bars of ranks: as lines of a file, and on terminals."""
 
 from __future__ import annotations
 
@@ -16,27 +16,6 @@ def test_a_file_gets_a_state_a_minute_and_the_last(driver: DriverOutput) -> None
     driver.write((0, "stderr", b"\r100%\n"))
     states = [f"[0] {i / 100:.2f}%" for i in range(0, 10_000, 960)]
     assert driver.err().splitlines() == [*states, "[0] 100%"]
-
-
-UP = "\x1b[A"
-
-
-def nested(epochs: int, steps: int, leave: str = "\r   \r") -> list[str]:
-    """Return what nested loops with tqdm write, the inner bar below the outer one."""
-    writes = [f"\repoch 0/{epochs}"]
-    for epoch in range(epochs):
-        writes += [f"\n\r{epoch}: step {step}{UP}" for step in range(steps)]
-        writes += [f"\n{leave}{UP}", f"\repoch {epoch + 1}/{epochs}"]
-    return [*writes, "\n"]
-
-
-def test_nested_bars_have_a_line_a_minute_each(driver: DriverOutput) -> None:
-    for text in nested(epochs=3, steps=50):
-        driver.write((0, "stderr", text.encode()))
-        driver.clock.now += 1
-    driver.write((0, "stderr", b"done\n"))
-    minutes = ["epoch 0/3", "epoch 1/3", "1: step 7", "epoch 2/3", "2: step 15"]
-    assert driver.err().splitlines() == [f"[0] {line}" for line in [*minutes, "epoch 3/3", "done"]]
 
 
 BARS: dict[str, tuple[list[bytes], list[str]]] = {

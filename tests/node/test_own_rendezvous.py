@@ -100,21 +100,16 @@ def run_torchrun(*args: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_starts_processes_with_torchs_launcher(tmp_path: Path) -> None:
-    program, out = tmp_path / "program.py", tmp_path / "out"
-    program.write_text(WITH_AN_AGENT)
-    out.mkdir()
-    TorchDistributor(1, use_gpu=False, timeout=120, env={"OUT": str(out)}).run(program, "spawn")
-    assert {path.name: path.read_text() for path in out.iterdir()} == {"0": "3.0", "1": "3.0"}
-
-
-@pytest.mark.slow
-def test_a_rank_starts_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["elastic_launch", "torchrun"])
+def test_a_rank_starts_processes_with_torchs_launcher(tmp_path: Path, launcher: str) -> None:
     program, out = tmp_path / "program.py", tmp_path / "out"
     program.write_text(WITH_AN_AGENT)
     out.mkdir()
     ranks = TorchDistributor(1, use_gpu=False, timeout=120, env={"OUT": str(out)})
-    ranks.run(run_torchrun, "--nproc-per-node=2", f"--master-port={free_port()}", str(program))
+    if launcher == "elastic_launch":
+        ranks.run(program, "spawn")
+    else:
+        ranks.run(run_torchrun, "--nproc-per-node=2", f"--master-port={free_port()}", str(program))
     assert {path.name: path.read_text() for path in out.iterdir()} == {"0": "3.0", "1": "3.0"}
 
 
@@ -131,11 +126,3 @@ def test_loopback_is_refused_if_rank_0_is_on_another_machine(
     with pytest.raises(ValueError, match="Do not set MASTER_ADDR") as refused:
         _choose_store(ELSEWHERE, 29500, "run", wanted, port)
     assert f"rank 0 is on another machine ({ELSEWHERE})" in str(refused.value)
-
-
-def test_the_port_decides_who_serves_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(USE_AGENT_STORE, "")
-    monkeypatch.setenv(RUN_ID, "run")
-    for wanted, port, host in (("localhost", 29500, "127.0.0.1"), (ELSEWHERE, 12355, ELSEWHERE)):
-        assert _choose_store("127.0.0.1", 29500, "run", wanted, port) == host
-        assert os.environ[USE_AGENT_STORE] == str(port == 29500)

@@ -25,12 +25,10 @@ from support.ranks import (
     wait_to_be_stopped,
     wait_until,
 )
-from support.waiting import alive
 
 from distributor import RunTimeout, TorchDistributor, WorkerDied
 from distributor.control.controller import Controller
 from distributor.control.run import Attempt, Run
-from distributor.link.queue_link import QueueLink
 from distributor.node.node import Node
 from distributor.prepared_run import plan
 from distributor.programs.programs import program_of
@@ -250,24 +248,6 @@ def test_output_is_received_to_the_end_if_a_run_is_cut_short(
     assert sink.received.startswith(b"ready\n")
     assert sink.received.endswith(b"last line\n")
     assert len(sink.received) == len(b"ready\nlast line\n") + 2 * MIB
-
-
-def test_output_is_received_to_the_end_if_a_rank_ends_before_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def program(file: Path) -> None:
-        os.write(1, b"l" * 2 * MIB + b"last line\n")
-        file.write_text(str(os.getpid()))
-
-    def has_ended(link: QueueLink) -> bool:
-        return file.exists() and not alive([int(file.read_text() or os.getpid())])
-
-    file = tmp_path / "pid"
-    monkeypatch.setattr(QueueLink, "has_room", has_ended)
-    sink = CutShort()
-    launch(program, TorchDistributor(1, local_mode=True, use_gpu=False), sink, file)
-    assert sink.received.endswith(b"last line\n")
-    assert len(sink.received) == len(b"last line\n") + 2 * MIB
 
 
 def launch(
