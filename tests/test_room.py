@@ -21,8 +21,6 @@ from distributor import (
     load_value,
 )
 from distributor.control import outcomes
-from distributor.core import resources
-from distributor.core.resources import lacks_room
 from distributor.serialization.outcome import Origin, death
 
 NOT_APART, NOT_MOUNTED = why_not_apart(), why_not_mounted()
@@ -82,17 +80,6 @@ def test_a_value_larger_than_the_drivers_memory_is_saved(
     [path] = tmp_path.glob("*/*-value-of-rank-0")
     assert f"distributor.load_value('{path}')" in str(caught.value)
     assert len(load_value(path)) == 80 * 2**20
-
-
-def test_the_limit_of_the_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "CGROUPS", str(tmp_path))
-    without_limit = resources.free_memory()
-    (tmp_path / "memory.max").write_text("1000")
-    (tmp_path / "memory.current").write_text("900")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50")
-
-    assert without_limit > 2**20
-    assert resources.free_memory() == 150
 
 
 ARGUMENTS = """
@@ -175,16 +162,3 @@ def test_a_bus_error_is_explained() -> None:
     assert isinstance(error, WorkerDied)
     assert "killed by SIGBUS" in str(error)
     assert "Free on this host: " in str(error)
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (OSError(28, "No space left on device"), True),
-        (RuntimeError("unable to mmap 67108864 bytes from file </torch_1>"), True),
-        (ValueError("no space left on device"), False),
-        (RuntimeError("shapes do not match"), False),
-    ],
-)
-def test_errors_for_lack_of_room_are_recognized(error: Exception, expected: bool) -> None:
-    assert lacks_room(error) == expected

@@ -119,16 +119,6 @@ def test_settings_are_not_pickled_with_a_decorated_function() -> None:
         Model(3).start_another_run.distributed()
 
 
-def test_arguments_are_checked_before_anything_starts() -> None:
-    def train(epochs, *, lr=0.1):  # type: ignore[no-untyped-def]
-        raise AssertionError("a rank has started")
-
-    fn = distributed(gpus=2, use_gpu=False)(train)
-    for start in (fn.distributed, fn.distributed_async):
-        with pytest.raises(TypeError, match=r"train\(epochs, \*, lr=0.1\) cannot be .* 'epochs'"):
-            start(epoch=3)
-
-
 def test_variables_are_forwarded_by_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HOME", "HF_OTHER", "ALONE", "NOT_ASKED_FOR"):
         monkeypatch.setenv(name, "the driver's")

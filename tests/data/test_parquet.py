@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable
 from datetime import datetime, timezone
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from support.tables import shard_of
 
 from distributor import TorchDistributor
 from distributor.data.parquet import ParquetSource, from_parquet, open_parquet
@@ -29,14 +25,14 @@ Write = Callable[..., Path]
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     """Return a function that writes columns to a file: ``write("part.parquet", x=[1, 2])``."""
-    return partial(write_columns, tmp_path)
 
+    def write_columns(name: str, row_group_size: int = 4, **columns: Any) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
+        return path
 
-def write_columns(folder: Path, name: str, row_group_size: int = 4, **columns: Any) -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
-    return path
+    return write_columns
 
 
 def table_of(source: ParquetSource) -> pa.Table:
@@ -48,34 +44,6 @@ def table_of(source: ParquetSource) -> pa.Table:
 def values(source: ParquetSource, name: str = "x") -> list[Any]:
     found: list[Any] = table_of(source)[name].to_pylist()
     return found
-
-
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=4),
-    st.integers(1, 8),
-    st.integers(1, 5),
-    st.sampled_from([{}, {"shuffle": True}, {"local_shuffle_buffer_size": 5}]),
-    st.none() | st.integers(-1, 60),
-)
-def test_the_ranks_read_each_row_once(
-    tmp_path_factory: pytest.TempPathFactory,
-    rows: list[int],
-    row_group_size: int,
-    num_ranks: int,
-    order: dict[str, Any],
-    limit: int | None,
-) -> None:
-    folder = tmp_path_factory.mktemp("files")
-    for number, length in enumerate(rows):
-        first = sum(rows[:number])
-        x = pa.array(range(first, first + length), pa.int64())
-        write_columns(folder, f"{number}.parquet", row_group_size, x=x)
-    source = open_parquet(folder, filters=None if limit is None else pc.field("x") <= limit)
-    shards = [shard_of(source, rank, num_ranks) for rank in range(num_ranks)]
-    batches = [batch for shard in shards for batch in shard.iter_batches(batch_size=3, **order)]
-    found = [x for batch in batches for x in batch["x"].tolist()]
-    assert sorted(found) == [x for x in range(sum(rows)) if limit is None or x <= limit]
 
 
 def test_files_are_found_by_paths_folders_and_patterns(write: Write, tmp_path: Path) -> None:

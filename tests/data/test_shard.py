@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import doctest
 import gc
-import json
 import pickle
 import threading
 import traceback
 from collections.abc import Callable
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -74,34 +73,6 @@ def test_batches_have_their_size_and_each_row_once(
     if not drop_last:
         assert sorted(seen) == list(range(sum(sizes)))
         assert shuffle or seen == sorted(seen)
-
-
-@given(
-    SIZES,
-    st.lists(st.tuples(st.integers(1, 4), BATCH, st.integers(0, 3)), max_size=3),
-    st.integers(1, 4),
-    st.booleans(),
-)
-def test_after_kills_each_row_is_read_once(
-    sizes: list[int], attempts: list[tuple[int, int, int]], ranks: int, shuffle: bool
-) -> None:
-    """Each attempt has its ranks and batch size, and is killed while it processes a batch."""
-    source, context = points(sizes), contexts.worker_context()
-    seen: list[int] = []
-    position = None
-    try:
-        for num_ranks, batch, number in [*attempts, (ranks, 7, 1000)]:
-            context.register_loader = lambda *_, stored=position: stored  # type: ignore[misc]
-            shares = [shard_of(source, rank, num_ranks) for rank in range(num_ranks)]
-            for share in shares:
-                passes = iter(share.iter_torch_batches(batch_size=batch, shuffle=shuffle, seed=5))
-                seen += ids(islice(passes, number))
-            position = json.loads(json.dumps(shares[0].position()))
-            if position["epoch"] > 0:  # they had fewer batches left
-                break
-    finally:
-        context.register_loader = None
-    assert sorted(seen) == list(range(sum(sizes)))
 
 
 def test_each_pass_is_the_next_epoch() -> None:

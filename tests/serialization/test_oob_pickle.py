@@ -139,15 +139,6 @@ def test_arrays_round_trip(make: Any) -> None:
     found[:1] = given[1:2]  # raises if the array is read-only
 
 
-def test_tables_round_trip() -> None:
-    pd = pytest.importorskip("pandas")
-    pa = pytest.importorskip("pyarrow")
-    frame = pd.DataFrame({"x": np.arange(MANY), "name": ["a", "b"] * (MANY // 2)})
-    pd.testing.assert_frame_equal(round_trip(frame), frame)
-    table = pa.table({"x": np.arange(MANY), "y": [None, "text"] * (MANY // 2)})
-    assert round_trip(table).equals(table)
-
-
 def test_shared_memory_is_written_once_and_stays_shared() -> None:
     weights = torch.rand(4 * MANY)
     given = {"all": weights, "again": weights, "tail": weights[-3:], "tied": weights.view(2, -1)}
@@ -156,25 +147,6 @@ def test_shared_memory_is_written_once_and_stays_shared() -> None:
     found["all"][-1] = 7.0
     assert [found[name].flatten()[-1].item() for name in given] == [7.0] * 4
     assert weights[-1].item() != 7.0
-
-
-def test_objects_loaded_twice_from_one_file_are_independent() -> None:
-    with anonymous_file() as file:
-        pack({"a": torch.zeros(MANY), "b": np.zeros(MANY)}, file)
-        first, second = unpack(file.fileno()), unpack(file.fileno())
-    first["a"] += 1
-    first["b"] += 1
-    assert not second["a"].any()
-    assert not second["b"].any()
-
-
-def test_large_buffers_are_stored_outside_the_pickle() -> None:
-    given = {"tensor": torch.rand(MANY), "array": np.zeros(MANY), "small": torch.ones(3)}
-    with anonymous_file() as file:
-        pickler = Pickler(file)
-        pickler.dump(given)
-        assert file.tell() < LARGE_BUFFER
-        assert sorted(buffer.raw().nbytes for buffer in pickler.buffers) == [4 * MANY, 8 * MANY]
 
 
 def test_memory_referenced_only_by_the_pickle_lives_until_it_is_written() -> None:

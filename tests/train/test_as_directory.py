@@ -200,13 +200,3 @@ def test_an_abandoned_copy_is_removed_and_not_used_again(node: Node, tmp_path: P
             assert content_of(again) == CONTENT
             assert other is node.checkpoint or not folder.exists()
         assert node.copies() == []
-
-
-def test_copies_are_not_shared_if_the_path_of_the_shared_folder_is_a_link(node: Node) -> None:
-    """Another user may have created it."""
-    (node.temporary / f"distributor-checkpoints-{os.getuid()}").symlink_to(node.temporary.parent)
-    with node.checkpoint.as_directory() as one, node.checkpoint.as_directory() as other:
-        assert {Path(one).parent, Path(other).parent} == {node.temporary}
-        assert content_of(one) == content_of(other) == CONTENT
-    assert not Path(one).exists()
-    assert not Path(other).exists()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pyarrow.fs as pafs
 import pytest
-from support.plain import plain
 
-from distributor.train.storage.files import CHUNK, size_and_checksum, upload_file
+from distributor.train.storage.files import CHUNK, upload_file
 
 CONTENT = os.urandom(3 * CHUNK + 7)
 SIZE_AND_CHECKSUM = (len(CONTENT), zlib.crc32(CONTENT))
@@ -23,19 +21,6 @@ def file(tmp_path: Path) -> Path:
     file = tmp_path / "model.pt"
     file.write_bytes(CONTENT)
     return file
-
-
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("filesystem", [LOCAL, plain(LOCAL)])
-def test_an_uploaded_file_is_complete(file: Path, filesystem: Any, keep: bool) -> None:
-    target = file.parent / "target"
-
-    assert upload_file(file, filesystem, str(target), keep=keep) == SIZE_AND_CHECKSUM
-
-    assert target.read_bytes() == CONTENT
-    assert size_and_checksum(filesystem, str(target)) == SIZE_AND_CHECKSUM
-    copied = keep or filesystem is not LOCAL
-    assert file.samefile(target) != copied
 
 
 def test_a_file_with_other_links_is_copied(file: Path) -> None:

@@ -1,9 +1,8 @@
-"""A hub and its links over real sockets, with unauthenticated, stuck and flooding peers."""
+"""A hub and its links over real sockets, with refused, stuck and flooding peers."""
 
 from __future__ import annotations
 
 import os
-import pathlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from support.hubs import (
     without_heartbeats,
 )
 
-from distributor.wire import listener, protocol
+from distributor.wire import protocol
 from distributor.wire.hub import LOST, SILENT, Hub
 
 
@@ -88,40 +87,6 @@ def test_each_side_refuses_a_wrong_secret(hub: Hub) -> None:
                 sock.sendall(protocol.GREETING.pack(magic, bytes(32)) + bytes(32))
                 with pytest.raises(protocol.HandshakeRefused, match=reason):
                     refused.result(SOON)
-
-
-def test_unauthenticated_connections_are_closed(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1.0)
-    monkeypatch.setattr(listener, "MAX_UNAUTHENTICATED", 2)
-    silent, garbage = stranger(hub.port), stranger(hub.port)
-    assert silent.recv(1) == garbage.recv(1) == protocol.MAGIC[:1]
-    with within(0.9):
-        newcomer = stranger(hub.port)
-        read_until_closed(silent)  # the oldest connection without a complete handshake
-        garbage.sendall(b"GET / HTTP/1.1\r\n" * 100)
-        read_until_closed(garbage)
-    read_until_closed(newcomer)
-    assert_serves(hub)
-
-
-def test_only_authenticated_peers_are_unpickled(
-    hub: Hub,
-    tmp_path: pathlib.Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with stranger(hub.port) as early:
-        bomb = b"".join(protocol.encode(Call(os.mkdir, "unproved")))
-        assert len(bomb) <= protocol.HELLO.size, "it fits into a hello"
-        early.sendall(bomb.ljust(protocol.HELLO.size) + bomb)
-        read_until_closed(early)
-    assert hub.get(0.1) is None
-    assert capfd.readouterr() == ("", "")
-    with link(hub.port, 1) as trusted:
-        trusted.send(Call(os.mkdir, str(tmp_path / "proven")))
-        assert hub.get(SOON) == (1, None)
-    assert os.listdir(tmp_path) == ["proven"]
 
 
 def test_an_authenticated_peer_whose_message_cannot_be_unpickled_is_dropped(hub: Hub) -> None:
