@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.pages import PAGES, ROOT, pages, python_blocks
+from support.error_classes import error_classes
+from support.pages import PAGES, ROOT, pages, python_blocks, texts_of_error
 from support.settings_table import COMMAND_NAMES, COMMANDS, options_table
 
 import distributor
@@ -60,6 +61,13 @@ def test_every_variable_is_documented() -> None:
     variables = set(VARIABLE.findall(source))
     assert "DISTRIBUTOR_WARM" in variables
     assert {name for name in variables if f"`{name}`" not in text} == set()
+
+
+def test_every_error_is_on_the_troubleshooting_page() -> None:
+    handled_inside = {"NodeStopped", "RefusedError", "Resized"}
+    assert [
+        name for name in error_classes().keys() - handled_inside if not texts_of_error(name)
+    ] == []
 
 
 @pytest.mark.parametrize("command", COMMAND_NAMES)

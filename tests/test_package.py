@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +319,3 @@ def parameters_of(thing: Any) -> set[str]:
     if inherited and issubclass(thing, Exception) and not issubclass(thing, TimeoutError):
         return set()  # the message alone
     return set(inspect.signature(thing).parameters) - {"self"}
-
-
-def test_types_ship() -> None:
-    assert files("distributor").joinpath("py.typed").is_file()
