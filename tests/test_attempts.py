@@ -7,20 +7,19 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 from conftest import cluster_is_slow
+from support.ranks import Distribute
 from support.waiting import until
 
 from distributor import TorchDistributor, UnpicklableError, WorkerDied
 from distributor.policies import retry_policy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-Distribute = Callable[..., TorchDistributor]
 
 
 def begin(folder: Path) -> int:

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import psutil
 import pytest
 from conftest import cluster_is_slow
 from support.driver_process import driver
-from support.ranks import wait_until
+from support.ranks import Distribute, wait_until
 from support.waiting import assert_gone, marked, until
 
 import distributor
@@ -29,7 +28,6 @@ from distributor.control.interrupts import Interrupts
 from distributor.node.agent import termination
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-Distribute = Callable[..., TorchDistributor]
 RANKS = 2
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no supervisors")
 

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from conftest import DEADLINE, cluster_is_slow
 from support.cluster import cluster_on
 from support.machines import machines_on_loopback
 from support.packages import NAME, environment, packed, wheel
+from support.ranks import Distribute
 from support.waiting import assert_gone, until
 
 import distributor
 from distributor import ExecutorNotReady, TorchDistributor
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-Distribute = Callable[..., TorchDistributor]
 OURS = "iniconfig"
 """A small package that this Python, and so Spark's Python, has."""
 THEIRS = "99.0"

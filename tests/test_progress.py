@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
+from support.ranks import Distribute
 
 from distributor import TorchDistributor, runtime
 from distributor.launchers.spark.hub_address import HubAddress
@@ -16,7 +16,6 @@ from distributor.rank.messages import Progress, Reader
 from distributor.screen.run_progress import RunProgress
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-Distribute = Callable[..., TorchDistributor]
 
 
 def count_to(total: int) -> str:

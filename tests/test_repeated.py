@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import Any
 
 import pytest
 from conftest import cluster_is_slow, facts_in
+from support.ranks import Distribute
 from support.waiting import MARK, assert_gone, marked, until
 
 from distributor import TorchDistributor
-
-Distribute = Callable[..., TorchDistributor]
 
 MANY_RUNS = """
     import gc, json, os, sys, tempfile, threading

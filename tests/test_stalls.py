@@ -10,11 +10,11 @@ import cloudpickle
 import pytest
 import torch
 from conftest import cluster_is_slow
+from support.ranks import Distribute
 
 from distributor import RunStalled, TorchDistributor
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-Distribute = Callable[..., TorchDistributor]
 WARNING, TIMEOUT = 1.0, 3.0
 BUSY_SECONDS = 3 * WARNING
 HAS_RECORDER = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")

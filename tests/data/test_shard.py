@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tables import TableSource, points, shard_of
 from support.waiting import until
+from test_tensors import VECTOR, dense, sparse
 
 from distributor import DistributorError
 from distributor.data import DatasetShard, shard
@@ -150,19 +151,8 @@ def test_bad_arguments_are_errors_of_the_call() -> None:
             call()
 
 
-VECTOR = pa.struct(
-    [
-        ("type", pa.int8()),
-        ("size", pa.int32()),
-        ("indices", pa.list_(pa.int32())),
-        ("values", pa.list_(pa.float64())),
-    ]
-)
-
-
 def test_formats() -> None:
-    dense = {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]}
-    sparse = {"type": 0, "size": 2, "indices": [1], "values": [3.0]}
+    vectors = [dense(1, 2), sparse(2, {1: 3}), sparse(2, {1: 3})]
     columns = {
         "id": [0, 1, 2],
         "name": ["a", "b", None],
@@ -171,7 +161,7 @@ def test_formats() -> None:
         "ragged": [[1], [1, 2], []],
         "struct": [{"a": [1], "b": None}, {"a": [], "b": "x"}, None],
     }
-    table = pa.table({**columns, "v": pa.array([dense, sparse, sparse], VECTOR)})
+    table = pa.table({**columns, "v": pa.array(vectors, VECTOR)})
     source = TableSource([table.slice(0, 2), table.slice(2)], vectors=frozenset("v"))
     share = shard_of(source)
     assert share.names == share.schema().names == [*columns, "v"]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import cloudpickle
 import pytest
 from conftest import cluster_is_slow, facts_in
+from support.ranks import Distribute
 from support.tracking_server import PRELOAD, metrics_of, mlflow, needs_mlflow, runs_of, train
 from support.waiting import comes_true
 
@@ -22,7 +23,6 @@ from distributor.tracking.recorder import MetricsQueue
 
 pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-Distribute = Callable[..., TorchDistributor]
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -15,14 +15,13 @@ from conftest import cluster_is_slow, facts_in
 from support.cluster import cluster_on
 from support.machines import machines_on_loopback
 from support.ports import free_port
+from support.ranks import Distribute
 from support.tracking_server import PRELOAD, mlflow, needs_mlflow, train
 
-from distributor import TorchDistributor
 from distributor.tracking import run as tracking_run
 
 pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-Distribute = Callable[..., TorchDistributor]
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 from conftest import cluster_is_slow
+from support.ranks import Distribute
 from support.reports import TouchWhenPrinted, count_on, find_damage, save, use_plain_writes
 from support.waiting import until
 
@@ -20,7 +20,6 @@ from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import RESERVED
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-Distribute = Callable[..., TorchDistributor]
 
 
 @cluster_is_slow
