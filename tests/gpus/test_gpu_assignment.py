@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,7 @@ def test_without_gpus_per_task_the_job_requests_them(
     assert types[0] == "StartTimeout"
     assert "3 barrier tasks are wanted at once" in message
     assert "have room for 2" in message
+    assert re.search(r"Spark has 2 executors, each of .+, on \d+\.\S+\d\. ", message), message
     assert facts["before"]["resources"] == [[]] * 4
     assert facts["after"] == facts["before"]
     assert facts["profiles"] == [2, 2, 3], (

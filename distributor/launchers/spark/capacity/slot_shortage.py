@@ -55,8 +55,9 @@ def why_no_more(session: Session) -> str:
             ": the page or log of the cluster manager shows which. Ask for smaller executors "
             f"(spark.executor.cores, spark.executor.memory, {EXECUTOR_GPUS}), or add machines."
         )
+    hosts = executors.hosts() or {str(session.conf("spark.driver.host"))}
     return (
-        f"Spark has {counted(count, 'executor')}, each of {size}, on {listed(executors.hosts())}."
+        f"Spark has {counted(count, 'executor')}, each of {size}, on {listed(hosts)}."
         f"{limit} The cluster may have no more, or another application may hold it. "
         f"{more_slots(session.master)}"
     )
