@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.api_surface import APIS, DOCUMENT, Api, document, read_list, why_not_compared
+from support.api_surface import APIS, DOCUMENT, Api, document, why_not_compared
 
 pytestmark = pytest.mark.repository
 
@@ -33,10 +33,6 @@ def test_each_difference_is_listed(api: Api, checked: Any) -> None:
     if why := why_not_compared(api):
         pytest.skip(why)
     assert checked[api.title] == []
-
-
-def test_each_section_of_the_list_is_of_an_api() -> None:
-    assert read_list().keys() == {api.title for api in APIS}
 
 
 def test_the_document_is_current() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 import pytest
-from support.states import DOCUMENT, MACHINES, documented_tables, unreachable, with_tables
+from support.states import DOCUMENT, MACHINES, unreachable, with_tables
 
 from distributor.core.states import StateMachine, Table
 
@@ -43,5 +43,5 @@ def test_each_state_can_be_reached(name: str) -> None:
 
 def test_the_document_shows_the_tables_of_the_code() -> None:
     text = DOCUMENT.read_text()
-    assert documented_tables(text).keys() == MACHINES.keys()
+    assert all(f"<!-- states: {name} -->" in text for name in MACHINES)
     assert text == with_tables(text), "PYTHONPATH=tests python -m support.states rewrites them"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import configparser
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from importlib import import_module, metadata
@@ -25,59 +26,39 @@ LIST = Path(__file__).with_suffix(".ini")
 DOCUMENT = PAGES / "migrate" / "api-compatibility.md"
 
 
+COMPARED = {"pyspark": "pyspark 4.3", "ray": "ray 2.60", "databricks": "databricks-sdk-air 0.1"}
+"""The distributions that are compared with, and their versions, by the first part of the title."""
+NEEDS = {
+    "ray.train.lightning": "lightning",
+    "ray.train.huggingface.transformers": "transformers",
+}
+"""A package that both sides of an API need."""
+OF_PYSPARK = ("pyspark.ml.torch.distributor", "pyspark.ml.deepspeed.deepspeed_distributor")
+
+
 class Api(NamedTuple):
-    """An API of another package, and the module that offers it here."""
+    """An API that this package offers, by its section in the list."""
 
     title: str
-    """Its section in the list."""
-    ours: str
-    distribution: str = ""
-    """The package that has it; empty if there is none to compare with."""
-    version: str = ""
-    theirs: tuple[str, ...] = ()
-    needs: str = ""
-    """A package that both sides need."""
 
+    @property
+    def ours(self) -> str:
+        """The module that offers it here."""
+        if self.title == "pyspark.ml":
+            return "distributor"
+        return "distributor." + re.sub("^(ray|databricks)\\.", "", self.title)
 
-AIR, RAY, SPARK = ("databricks-sdk-air", "0.1"), ("ray", "2.60"), ("pyspark", "4.3")
-APIS = [
-    Api(
-        "pyspark.ml",
-        "distributor",
-        *SPARK,
-        ("pyspark.ml.torch.distributor", "pyspark.ml.deepspeed.deepspeed_distributor"),
-    ),
-    *(
-        Api(f"ray.{name}", f"distributor.{name}", *RAY, (f"ray.{name}",), needs)
-        for name, needs in [
-            ("train", ""),
-            ("train.torch", ""),
-            ("train.collective", ""),
-            ("train.lightning", "lightning"),
-            ("train.huggingface.transformers", "transformers"),
-            ("train.tensorflow", ""),
-            ("train.xgboost", ""),
-            ("train.lightgbm", ""),
-            ("train.horovod", ""),
-        ]
-    ),
-    *(
-        Api(name, f"distributor.{name}")
-        for name in [
-            "serverless_gpu",
-            "serverless_gpu.launcher",
-            "serverless_gpu.compute",
-            "serverless_gpu.data",
-            "serverless_gpu.exceptions",
-            "serverless_gpu.runtime",
-            "serverless_gpu.ray",
-        ]
-    ),
-    *(
-        Api(f"databricks.air{name}", f"distributor.air{name}", *AIR, (f"databricks.air{name}",))
-        for name in ["", ".launcher", ".compute", ".data", ".exceptions", ".runtime", ".ray"]
-    ),
-]
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        """The modules of the original; none if there is no package to compare with."""
+        if self.title == "pyspark.ml":
+            return OF_PYSPARK
+        return (self.title,) if self.package in COMPARED else ()
+
+    @property
+    def package(self) -> str:
+        """The first part of the names of the original's modules."""
+        return self.title.partition(".")[0]
 
 
 class Entry(NamedTuple):
@@ -129,6 +110,9 @@ def read_list() -> dict[str, dict[str, Entry]]:
     return found
 
 
+APIS = [Api(title) for title in read_list()]
+
+
 def compare(theirs: Surface, ours: Surface) -> dict[str, Difference]:
     """Return the differences by key; a name that only one has stands for all of its parts."""
     found: dict[str, Difference] = {}
@@ -168,38 +152,26 @@ def _is_part(
     )
 
 
-def surfaces(api: Api) -> tuple[Surface, Surface]:
-    """Return the surfaces of the original and of ours."""
-    theirs = read_surface(api.theirs, "".join(api.theirs[:1]).partition(".")[0])
-    return theirs, read_surface([api.ours], "distributor", theirs)
-
-
-def check(api: Api, entries: dict[str, Entry]) -> list[str]:
-    """Return a line for each difference that is not listed, and each entry that is not true."""
-    theirs, ours = surfaces(api)
-    found = list(complaints(theirs, ours, entries, FITTING if api.theirs else NO_ORIGINAL))
-    refused = [key for key, entry in entries.items() if entry.kind == "refused"]
-    return found + [f"{key}: is not refused" for key in refused if not _is_refused(api, key)]
-
-
-def complaints(
-    theirs: Surface, ours: Surface, entries: dict[str, Entry], fitting: dict[str, set[str]]
-) -> Iterator[str]:
-    """Yield what is wrong with the entries of two surfaces."""
+def check(api: Api, entries: dict[str, Entry]) -> Iterator[str]:
+    """Yield a line for each difference that is not listed, and each entry that is not true."""
+    theirs = read_surface(api.theirs, api.package)
+    ours = read_surface([api.ours], "distributor", theirs)
     differences = compare(theirs, ours)
     for key, each in differences.items():
-        entry = entries.get(key) or entries.get(f"{key.partition('(')[0]}(*)", Entry("", ""))
-        if entry.kind not in fitting[each.where]:
-            kinds = " or ".join(sorted(fitting[each.where]))
+        entry = entries.get(key) or entries.get(f"{key.partition('(')[0]}(*)", Entry("nothing", ""))
+        kinds = (FITTING if api.theirs else NO_ORIGINAL)[each.where]
+        if entry.kind not in kinds:
             yield (
-                f"{key}: {each.where}, so {kinds}, but listed as {entry.kind or 'nothing'}; "
-                f"{each.theirs!r} there, {each.ours!r} here"
+                f"{key}: {each.where}, so {' or '.join(sorted(kinds))}, but listed as "
+                f"{entry.kind}; {each.theirs!r} there, {each.ours!r} here"
             )
     for key, entry in entries.items():
         if not entry.sentence.endswith(".") or entry.kind not in KINDS:
             yield f"{key}: needs a kind and a sentence"
         elif not _is_true(key, entry.kind, differences, theirs, ours):
             yield f"{key}: is not {entry.kind}"
+        elif entry.kind == "refused" and not _is_refused(api, key):
+            yield f"{key}: is not refused"
 
 
 def _is_true(
@@ -227,11 +199,10 @@ def _is_refused(api: Api, name: str) -> bool:
 
 def document() -> str:
     """Return what becomes of the names of all APIs as Markdown."""
-    listed = read_list()
     lines = [HEAD]
-    for api in APIS:
-        if section := list(_section(listed.get(api.title, {}))):
-            lines += ["", f"## `{api.title}`: `{api.ours}`", *section]
+    for title, entries in read_list().items():
+        if section := list(_section(entries)):
+            lines += ["", f"## `{title}`: `{Api(title).ours}`", *section]
     return "\n".join(lines) + "\n"
 
 
@@ -253,11 +224,11 @@ def _listed(keys: Iterable[str]) -> str:
     return ", ".join(f"`{key}`" for key in keys)
 
 
-_COMPARED = ", ".join(f"{name} {version}" for name, version in (SPARK, RAY, AIR))
+ORIGINALS = ", ".join(COMPARED.values())
 HEAD = f"""\
 # API compatibility
 
-What becomes of the public names of the APIs that this package follows: {_COMPARED},
+What becomes of the public names of the APIs that this package follows: {ORIGINALS},
 and serverless_gpu. A name, signature or member that is not listed here is the same, as
 `tests/test_api_surface.py` checks with the installed packages.
 
@@ -268,15 +239,15 @@ def why_not_compared(api: Api) -> str:
     """Return why an API cannot be compared here, or an empty string if it can."""
     if not api.theirs:
         return ""
+    distribution, _, version = COMPARED[api.package].partition(" ")
     try:
-        installed = metadata.version(api.distribution)
+        installed = metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return f"{api.distribution} is not installed"
-    if not installed.startswith(f"{api.version}."):
-        return f"the list is of {api.distribution} {api.version}, but {installed} is installed"
-    if api.needs and find_spec(api.needs) is None:
-        return f"{api.needs} is not installed"
-    return ""
+        return f"{distribution} is not installed"
+    if not installed.startswith(f"{version}."):
+        return f"the list is of {distribution} {version}, but {installed} is installed"
+    needed = NEEDS.get(api.title)
+    return f"{needed} is not installed" if needed and find_spec(needed) is None else ""
 
 
 def main() -> None:
@@ -284,7 +255,7 @@ def main() -> None:
     if sys.argv[1:] == ["--check"]:
         listed = read_list()
         compared = [api for api in APIS if not why_not_compared(api)]
-        print(json.dumps({api.title: check(api, listed.get(api.title, {})) for api in compared}))
+        print(json.dumps({api.title: [*check(api, listed[api.title])] for api in compared}))
     else:
         DOCUMENT.write_text(document())
 

@@ -1,38 +1,22 @@
-"""The tables of benchmark results in the documentation.
-
-Run as ``PYTHONPATH=.:tests python -m support.result_tables`` to rewrite them.
-"""
+"""``PYTHONPATH=.:tests python -m support.result_tables`` rewrites the tables of results."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
 
 from benchmarks.report import load
 from benchmarks.scale_tables import descriptor_table, growth_table
 from benchmarks.summary import highlights, summary
-from support.pages import PAGES, ROOT, fill_section
+from support.pages import ROOT, fill_section
 
-
-class ResultTable(NamedTuple):
-    """A table in a page, between ``<!-- name -->`` and ``<!-- end -->``."""
-
-    page: Path
-    name: str
-    make: Callable[[dict[str, Any]], str]
-
-
-TABLES = (
-    ResultTable(ROOT / "README.md", "highlights", highlights),
-    ResultTable(PAGES / "explanation" / "performance.md", "summary", summary),
-    ResultTable(ROOT / "benchmarks" / "SCALE.md", "growth", growth_table),
-    ResultTable(ROOT / "benchmarks" / "SCALE.md", "descriptors", descriptor_table),
-)
-
+TABLES = {
+    "highlights": ("README.md", highlights),
+    "summary": ("docs/explanation/performance.md", summary),
+    "growth": ("benchmarks/SCALE.md", growth_table),
+    "descriptors": ("benchmarks/SCALE.md", descriptor_table),
+}
+"""The page and the maker of each table, which is between ``<!-- NAME -->`` and ``<!-- end -->``."""
 
 if __name__ == "__main__":
     results = load(ROOT / "benchmarks" / "results")
-    for table in TABLES:
-        filled = fill_section(table.page.read_text(), table.name, table.make(results))
-        table.page.write_text(filled)
+    for name, (page, make) in TABLES.items():
+        path = ROOT / page
+        path.write_text(fill_section(path.read_text(), name, make(results)))
