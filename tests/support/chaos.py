@@ -115,12 +115,79 @@ PYSPARKS = (
 )
 
 
+class Fault(NamedTuple):
+    """A fault, and the error that the driver should report, or any if it is empty."""
+
+    error: str = ""
+    message: str = ""
+    victim: Callable[[Cluster, Driver, int], int] | None = None
+    """Finds the process that is killed or stopped; otherwise a rank fails, or a host is cut off."""
+    before: str = ""
+    """What the driver runs before."""
+    settings: str = ""
+    """The settings of the driver."""
+
+
+def _machine_of(cluster: Cluster, pid: int) -> Machine:
+    address = psutil.Process(pid).environ()["SPARK_LOCAL_IP"]
+    return next(machine for machine in cluster.on_workers if machine.address == address)
+
+
+def _near(role: str) -> Callable[[Cluster, Driver, int], int]:
+    """Find the one process with a role on the machine of a rank."""
+    return lambda cluster, driver, rank: cluster.find(role, _machine_of(cluster, rank))[0].pid
+
+
+ORDINARY = "a task leaves before each attempt"
+"""A fault of tasks of an ordinary job alone; Spark ends a job whose task has failed four times."""
+CUT_OFF, DRIVER_KILLED = "a host is cut off", "the driver is killed"
+RAISED = "KeyError", "on purpose"
+ANYWHERE = {
+    "a rank raises": Fault(*RAISED),
+    "a rank exits": Fault("WorkerDied", "code 3"),
+    "a rank is killed": Fault("WorkerDied", "SIGKILL", lambda cluster, driver, rank: rank),
+    "a rank's parent is killed": Fault(
+        victim=lambda cluster, driver, rank: psutil.Process(rank).ppid()
+    ),
+    DRIVER_KILLED: Fault(victim=lambda cluster, driver, rank: driver.process.pid),
+    "a listener never returns": Fault(*RAISED, before=STUCK, settings="listeners=Stuck()"),
+}
+ON_A_CLUSTER = {
+    "an agent is killed": Fault("NodeLost", "Python worker exited", _near("agent")),
+    "an agent is stopped": Fault("NodeLost", "no sign of life", _near("agent")),
+    "an executor is killed": Fault("NodeLost", "ExecutorLostFailure", _near("executor")),
+    "the driver's JVM is killed": Fault(
+        victim=lambda cluster, driver, rank: cluster.find("driver_jvm")[0].pid
+    ),
+    CUT_OFF: Fault("NodeLost", "no sign of life"),
+    ORDINARY: Fault(*RAISED, before=LEAVING, settings="max_failures=6"),
+}
+FAULTS = {"local": ANYWHERE, "cluster": ANYWHERE | ON_A_CLUSTER}
+"""The faults by the launcher of the runs into which they are injected."""
+DRIVERS_END = (DRIVER_KILLED, "the driver's JVM is killed", CUT_OFF)
+"""Faults after which a driver cannot start the next run."""
+SETTINGS = {"warm": "warm=True", "fresh": "warm=False", "ordinary": "barrier=False"}
+STARTS = (*SETTINGS, "pyspark")
+ACTIVITIES = ("waits", "computes", "reduces", "holds the GIL", "ignores SIGTERM")
+
+
 class Case(NamedTuple):
     """A fault of `FAULTS`, and into which of `STARTS` on which launcher it is injected."""
 
     launcher: str
     start: str
     fault: str
+
+    @property
+    def is_possible(self) -> bool:
+        fault = FAULTS[self.launcher][self.fault]
+        if self.start == "pyspark":  # whose class has no settings, and needs host names
+            return not fault.before and self.fault != CUT_OFF
+        if self.fault == ORDINARY:
+            return self.start == "ordinary"
+        if self.launcher == "local":
+            return self.start != "ordinary"
+        return self.fault != CUT_OFF or not why_not_apart()
 
 
 class Note(NamedTuple):
@@ -146,56 +213,13 @@ class Result(NamedTuple):
         return self.right and not any(self[2:])
 
 
-CAUSES = {
-    "a rank raises": ("KeyError", "on purpose"),
-    "a rank exits": ("WorkerDied", "code 3"),
-    "a rank is killed": ("WorkerDied", "SIGKILL"),
-    "an agent is killed": ("NodeLost", "Python worker exited"),
-    "an agent is stopped": ("NodeLost", "no sign of life"),
-    "an executor is killed": ("NodeLost", "ExecutorLostFailure"),
-    "a host is cut off": ("NodeLost", "no sign of life"),
-    "a listener never returns": ("KeyError", "on purpose"),
-    "a task leaves before each attempt": ("KeyError", "on purpose"),
-}
-"""The errors that a driver should report; for other faults, any error."""
-DRIVERS_END = ("the driver is killed", "the driver's JVM is killed", "a host is cut off")
-"""Faults after which a driver cannot start the next run."""
-UNREPORTED = ("the driver is killed",)
-ANYWHERE = (
-    "a rank raises",
-    "a rank exits",
-    "a rank is killed",
-    "a rank's parent is killed",
-    "the driver is killed",
-    "a listener never returns",
-)
-ON_A_CLUSTER = (
-    "an agent is killed",
-    "an agent is stopped",
-    "an executor is killed",
-    "the driver's JVM is killed",
-    "a host is cut off",
-)
-ORDINARY = "a task leaves before each attempt"
-"""A fault of tasks of an ordinary job alone; Spark ends a job whose task has failed four times."""
-FAULTS = {"local": ANYWHERE, "cluster": (*ANYWHERE, *ON_A_CLUSTER, ORDINARY)}
-DRIVERS = {
-    "a listener never returns": (STUCK, "listeners=Stuck()"),
-    ORDINARY: (LEAVING, "max_failures=6"),
-}
-"""What the driver of a fault runs before, and its settings."""
-NEEDS_A_LINK = ("a host is cut off",)
-SETTINGS = {"warm": "warm=True", "fresh": "warm=False", "ordinary": "barrier=False"}
-STARTS = (*SETTINGS, "pyspark")
-ACTIVITIES = ("waits", "computes", "reduces", "holds the GIL", "ignores SIGTERM")
-
-
 class Series:
     """Runs with one fault each, one after another; a context manager that ends the driver."""
 
     def __init__(self, cluster: Cluster, case: Case) -> None:
         self._cluster = cluster
         self._case = case
+        self._fault = FAULTS[case.launcher][case.fault]
         self._driver: Driver | None = None
 
     def __enter__(self) -> Series:
@@ -215,31 +239,31 @@ class Series:
         ranks = self._await_ranks(driver, folder)
         if self._case.start != "pyspark":
             assert self._cluster.listens(ranks[0].port)  # or its end would prove nothing
-        at = self._strike(driver, folder, [rank.family[0] for rank in ranks])
+        at = time.time()
+        self._strike(driver, folder, ranks[1].family[0])
         report = None
-        if self._case.fault not in UNREPORTED:
+        if self._case.fault != DRIVER_KILLED:
             with contextlib.suppress(AssertionError, TimeoutError):
                 report = driver.receive("error", REPORTS_IN)
         left = self._await_end(ranks, files)
-        self._mend()
-        result = Result(
-            None if report is None else report["at"] - at, self._is_right(report), *left
-        )
+        if self._case.fault == CUT_OFF:
+            for machine in self._cluster.on_workers:
+                machine.mend()
+        seconds = None if report is None else report["at"] - at
+        result = Result(seconds, self._is_right(report), *left)
         if not result.spotless or self._case.fault in DRIVERS_END:
             self.__exit__()
         return result
 
     def _start_driver(self) -> Driver:
-        launcher, start, fault = self._case
-        local = launcher == "local"
-        before, setting = DRIVERS.get(fault, ("", ""))
+        local, start = self._case.launcher == "local", self._case.start
         template = PYSPARKS if start == "pyspark" else OURS
-        made = template.format(local=local, settings=f"{SETTINGS.get(start)}, {setting}")
-        conf = {"spark.master": "local[2]"} if local else {}
+        settings = f"{SETTINGS.get(start)}, {self._fault.settings}"
+        distributor = template.format(local=local, settings=settings)
         return self._cluster.driver(
-            before + SOURCE.format(distributor=made),
+            self._fault.before + SOURCE.format(distributor=distributor),
             with_spark=not local or start == "pyspark",
-            **conf,
+            **({"spark.master": "local[2]"} if local else {}),
         )
 
     def _await_ranks(self, driver: Driver, folder: Path) -> list[Note]:
@@ -253,23 +277,21 @@ class Series:
             raise RuntimeError(f"no ranks: {driver.log.read_text()[-4000:]}")
         return [Note._make(json.loads(note.read_text())) for note in notes()]
 
-    def _strike(self, driver: Driver, folder: Path, ranks: list[int]) -> float:
-        fault = self._case.fault
-        at = time.time()
-        if fault in ("a rank raises", "a rank exits", *DRIVERS):
-            (folder / "fault.part").write_text("exits" if fault == "a rank exits" else "raises")
-            (folder / "fault.part").rename(folder / "fault")
-        elif fault == "a host is cut off":
-            _machine_of(self._cluster, ranks[1]).cut()
+    def _strike(self, driver: Driver, folder: Path, rank: int) -> None:
+        if self._case.fault == CUT_OFF:
+            _machine_of(self._cluster, rank).cut()
+        elif victim := self._fault.victim:
+            sign = signal.SIGSTOP if "stopped" in self._case.fault else signal.SIGKILL
+            os.kill(victim(self._cluster, driver, rank), sign)
         else:
-            sign = signal.SIGSTOP if "stopped" in fault else signal.SIGKILL
-            os.kill(VICTIMS[fault](self._cluster, driver, ranks[1]), sign)
-        return at
+            ending = "exits" if self._case.fault == "a rank exits" else "raises"
+            (folder / "fault.part").write_text(ending)
+            (folder / "fault.part").rename(folder / "fault")
 
     def _is_right(self, report: dict[str, Any] | None) -> bool:
         if report is None:
-            return self._case.fault in UNREPORTED
-        kind, text = CAUSES.get(self._case.fault, ("", ""))
+            return self._case.fault == DRIVER_KILLED
+        kind, text, *_ = self._fault
         return kind in ("", report["error"]) and text in report["message"]
 
     def _await_end(self, ranks: list[Note], files: set[str]) -> tuple[int, int, int, int]:
@@ -284,8 +306,9 @@ class Series:
                 sum((SHARED_MEMORY / rank.segment).exists() for rank in ranks),
             )
 
-        cut_off = self._case.fault == "a host is cut off"
-        comes_true(lambda: not any(left()), STOPS_ITSELF if cut_off else ENDS_IN)
+        comes_true(
+            lambda: not any(left()), STOPS_ITSELF if self._case.fault == CUT_OFF else ENDS_IN
+        )
         found = left()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -294,32 +317,6 @@ class Series:
 
     def _temporary_files(self) -> set[str]:
         return {name for name in os.listdir(self._cluster.temporary) if not re.search(OTHERS, name)}
-
-    def _mend(self) -> None:
-        if self._case.fault == "a host is cut off":
-            for machine in self._cluster.on_workers:
-                machine.mend()
-
-
-def _machine_of(cluster: Cluster, pid: int) -> Machine:
-    address = psutil.Process(pid).environ()["SPARK_LOCAL_IP"]
-    return next(machine for machine in cluster.on_workers if machine.address == address)
-
-
-def _near(role: str) -> Callable[[Cluster, Driver, int], int]:
-    """Find the one process with a role on the machine of a rank."""
-    return lambda cluster, driver, rank: cluster.find(role, _machine_of(cluster, rank))[0].pid
-
-
-VICTIMS: dict[str, Callable[[Cluster, Driver, int], int]] = {
-    "a rank is killed": lambda cluster, driver, rank: rank,
-    "a rank's parent is killed": lambda cluster, driver, rank: psutil.Process(rank).ppid(),
-    "an agent is killed": _near("agent"),
-    "an agent is stopped": _near("agent"),
-    "an executor is killed": _near("executor"),
-    "the driver is killed": lambda cluster, driver, rank: driver.process.pid,
-    "the driver's JVM is killed": lambda cluster, driver, rank: cluster.find("driver_jvm")[0].pid,
-}
 
 
 @contextlib.contextmanager
@@ -370,12 +367,9 @@ def side_by_side(lines: Iterable[str]) -> str:
 def _cell(runs: str, processes: str, *found: str) -> str:
     *others, wrong, median, worst = found
     things = sum(map(int, others))
-    parts = [f"{runs}:", f"{median}, {worst} at most" if median != "-" else "no report"]
-    if int(processes) or things:
-        parts.append(f"{processes} + {things} left")
-    if int(wrong):
-        parts.append(f"{wrong} wrong")
-    return " ".join(parts[:2]) + "".join(f", {part}" for part in parts[2:])
+    text = f"{runs}: " + (f"{median}, {worst} at most" if median != "-" else "no report")
+    text += f", {processes} + {things} left" if int(processes) or things else ""
+    return text + (f", {wrong} wrong" if int(wrong) else "")
 
 
 def main() -> int:
@@ -384,30 +378,17 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser("chaos", description=__doc__)
     parser.add_argument("--times", type=int, default=10, help="runs for each line of the table")
-    parser.add_argument("--launchers", nargs="+", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS)
-    parser.add_argument(
-        "--activities", nargs="+", choices=ACTIVITIES, default=ACTIVITIES, help="in turn"
-    )
-    parser.add_argument("--faults", nargs="+", default=[], help="only these: 'a rank is killed'")
+    for name, choices in [("launchers", FAULTS), ("starts", STARTS), ("activities", ACTIVITIES)]:
+        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices))
+    parser.add_argument("--faults", nargs="+", help="only these: 'a rank is killed'")
     wanted = parser.parse_args()
     spotless, lines = True, []
     print(HEAD, flush=True)
     for launcher, start in itertools.product(wanted.launchers, wanted.starts):
-        if (launcher, start) == ("local", "ordinary"):
-            continue
-        # PySpark's class needs host names, which the namespaces do not have.
-        apart = start != "pyspark"
-        with bed(launcher, apart=apart) as cluster:
-            for fault in FAULTS[launcher]:
-                case = Case(launcher, start, fault)
-                if wanted.faults and fault not in wanted.faults:
-                    continue
-                if start == "pyspark" and fault in DRIVERS:
-                    continue
-                if fault == ORDINARY and start != "ordinary":
-                    continue
-                if fault in NEEDS_A_LINK and (why_not_apart() or not apart):
+        cases = [Case(launcher, start, fault) for fault in wanted.faults or FAULTS[launcher]]
+        with bed(launcher, apart=start != "pyspark") as cluster:
+            for case in cases:
+                if case.fault not in FAULTS[launcher] or not case.is_possible:
                     continue
                 try:
                     results = hurt(cluster, case, wanted.activities, wanted.times)
