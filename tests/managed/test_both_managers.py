@@ -14,10 +14,8 @@ from support.managed import (
     Failed,
     ManagedSession,
     Manager,
-    come_and_go,
     manager,
     nearly_a_node,
-    of_services,
     properties_of_hadoop,
     why_missing,
 )
@@ -189,23 +187,35 @@ def test_a_killed_driver(cluster: Manager, start: Start) -> None:
         print(f"{cluster.name} | driver | nothing left after {time.monotonic() - at:.1f} s")
 
 
-# Both services set spark.shuffle.service.enabled instead. The clusters of the tests have no shuffle
-# service, and a run of ranks has no rows that one would keep.
-SERVICES = of_services("spark.dynamicAllocation.shuffleTracking.enabled")
-EMR, _ = SERVICES["EMR"]
+DYNAMIC = {
+    "spark.dynamicAllocation.enabled": "true",
+    # EMR and Dataproc have a shuffle service instead, which would keep rows; ranks have none.
+    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+    "spark.dynamicAllocation.executorIdleTimeout": "5s",  # instead of a minute
+}
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_executors_come_for_a_run_and_go(cluster: Manager, service: str) -> None:
-    conf, least = SERVICES[service]
-    with cluster.session(None, **conf) as session:
-        lines = come_and_go(session, least)
-        print(f"{cluster.name} | {service} | {lines}")
+def test_executors_come_for_a_run_and_go(cluster: Manager) -> None:
+    with cluster.session(None, **DYNAMIC) as session:
+        counts = session.run("""
+            def count():
+                return spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
+
+            result = [count()]
+            for _ in range(2):
+                assert ranks(2).run_all(lambda: 1) == [1, 1]
+                result.append(count())
+                deadline = time.monotonic() + 60
+                while count() and time.monotonic() < deadline:
+                    time.sleep(0.2)
+                result.append(count())
+        """)
+    assert counts == [0, 2, 0, 2, 0]
 
 
 @pytest.fixture(scope="module")
 def dynamic_session(cluster: Manager) -> Iterator[ManagedSession]:
-    with cluster.session(None, **EMR, **LEAVES_IN_ORDER) as session:
+    with cluster.session(None, **DYNAMIC, **LEAVES_IN_ORDER) as session:
         yield session
 
 

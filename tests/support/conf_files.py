@@ -55,19 +55,9 @@ spark.stop()
 def properties(
     name: str, folder: Path, values: Mapping[str, str], further: Mapping[str, str]
 ) -> str:
-    """Return a properties file of conf/ for a cluster of tests.
+    """Return a file of conf/ with values replaced, and further properties added.
 
-    Parameters
-    ----------
-    name : str
-        The name of the file.
-    folder : Path
-        A folder that executors can read: the command nvidia-smi is written to it, if this machine
-        has none.
-    values : mapping of str to str
-        Values to replace for this cluster.
-    further : mapping of str to str
-        Properties that are added.
+    Executors can read the folder: the command nvidia-smi is written to it if this machine has none.
     """
     text = (CONF / name).read_text()
     for key, value in {**AMOUNTS, **values}.items():

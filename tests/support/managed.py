@@ -66,24 +66,22 @@ def yarn_client():
 for line in _channel.makefile():
     message = json.loads(line)
     names = {**globals(), **message["names"], "__name__": "__main__"}
-    began = time.monotonic()
     try:
         exec(compile(message["source"], "<test>", "exec"), names)
         ending = {"result": names.get("result")}
     except BaseException as error:
         ending = {"error": type(error).__name__, "message": str(error)}
-    send(ending=ending, seconds=time.monotonic() - began)
+    send(ending=ending)
 """
 
 
 class Failed(Exception):
-    """What a session was sent has raised an exception of this kind, after so many seconds."""
+    """What a session was sent has raised an exception of this kind."""
 
-    def __init__(self, kind: str, message: str, seconds: float) -> None:
+    def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
         self.message = message
-        self.seconds = seconds
 
 
 @dataclass
@@ -93,8 +91,6 @@ class ManagedSession:
     driver: Driver
     mark: str
     """The value of `MARK` in the environment of all of its processes."""
-    seconds: float = 0.0
-    """How long the driver took for what it was sent last."""
 
     def run(self, source: str, **names: Any) -> Any:
         """Run code in the driver, which has ``spark`` and `LOOP`; return its ``result``."""
@@ -107,11 +103,9 @@ class ManagedSession:
 
     def result(self) -> Any:
         """Wait for the code that was sent, as `run` does."""
-        answer = self.driver.receive("ending", SECONDS)
-        self.seconds = answer["seconds"]
-        ending = answer["ending"]
+        ending = self.driver.receive("ending", SECONDS)["ending"]
         if "error" in ending:
-            raise Failed(ending["error"], ending["message"], self.seconds)
+            raise Failed(ending["error"], ending["message"])
         return ending["result"]
 
 
@@ -154,74 +148,6 @@ class Manager:
                 driver.receive("ending", SECONDS)
         comes_true(lambda: not marked(mark), ENDS_IN)
         assert not (left := marked(mark)), f"processes of {script} are left: {left}"
-
-
-def of_services(shuffle: str) -> dict[str, tuple[dict[str, str], int]]:
-    """Return the properties of services' sessions, and how many of their executors stay idle.
-
-    The property `shuffle` lets rows outlive executors.
-    """
-    emr = {
-        "spark.dynamicAllocation.enabled": "true",
-        shuffle: "true",
-        "spark.dynamicAllocation.executorIdleTimeout": "5s",  # instead of a minute
-    }
-    dataproc = {
-        **emr,
-        "spark.dynamicAllocation.minExecutors": "1",
-        "spark.dynamicAllocation.maxExecutors": "10000",
-        "spark.scheduler.mode": "FAIR",
-    }
-    return {"EMR": (emr, 0), "Dataproc": (dataproc, 1)}
-
-
-def come_and_go(session: ManagedSession, least: int) -> str:
-    """Check that executors of a new session come for runs, and go once idle but for the least."""
-    counts, seconds, values = session.run(
-        """
-        def train():
-            import torch, torch.distributed as dist
-            dist.init_process_group("gloo")
-            total = torch.ones(()) * (dist.get_rank() + 1)
-            dist.all_reduce(total)
-            return total.item()
-
-        def count():
-            return spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
-
-        def count_after_idling(seconds):
-            deadline = time.monotonic() + seconds
-            while count() > least and time.monotonic() < deadline:
-                time.sleep(0.2)
-            return count()
-
-        def timed(call, *args):
-            began = time.monotonic()
-            value = call(*args)
-            seconds.append(time.monotonic() - began)
-            return value
-
-        def run():
-            values.append(timed(ranks(2).run_all, train))
-
-        counts, seconds, values = [count()], [], []
-        for _ in range(2):
-            run()
-            counts.append(count())
-        counts.append(timed(count_after_idling, 60))
-        run()
-        result = counts + [count()], seconds, values
-        """,
-        least=least,
-    )
-    assert values == [[3, 3]] * 3
-    assert counts[0] <= least
-    assert counts[1:] == [2, 2, least, 2]
-    first, later, idled, again = seconds
-    return (
-        f"first run {first:.1f} s, later run {later:.1f} s, idle executors gone after "
-        f"{idled:.1f} s, next run {again:.1f} s"
-    )
 
 
 def why_missing(name: str) -> str:

@@ -3,7 +3,7 @@
 One JVM has the real ResourceManager and NodeManagers of Hadoop, whose containers are processes of
 this machine, and with ``--dfs`` HDFS as the default file system. It runs until SIGINT or SIGTERM,
 and then nothing is left of it but the jars. PySpark has all jars but those in `ARTIFACTS`: they
-are downloaded to the folder ``--jars`` once, from a repository of Maven.
+are downloaded to the folder ``--jars`` once, from Maven Central.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ ARTIFACTS = (
     "org.opentest4j:opentest4j:1.3.0",
 )
 MAVEN_CENTRAL = "https://repo.maven.apache.org/maven2"
+GATEWAY = ("py4j.GatewayServer", "--die-on-broken-pipe", "0")
 PR_SET_CHILD_SUBREAPER = 36
-READY_SECONDS = 60_000
+NODES, READY_MILLISECONDS = 2, 60_000
+MEMORY, CORES = "6144", "8"
+"""MiB and cores of each node."""
 
 
-def jars_of(folder: Path, repository: str) -> list[Path]:
+def jars_of(folder: Path) -> list[Path]:
     """Return the jars of the cluster; those that the folder does not have are downloaded to it."""
     [client] = Path(spark_home(), "jars").glob("hadoop-client-api-*.jar")
     hadoop = client.stem.rpartition("-")[2]
@@ -51,7 +54,7 @@ def jars_of(folder: Path, repository: str) -> list[Path]:
         group, name, version = artifact.format(hadoop=hadoop).split(":")
         path = folder / f"{name}-{version}.jar"
         if not path.exists():
-            address = f"{repository}/{group.replace('.', '/')}/{name}/{version}/{path.name}"
+            address = f"{MAVEN_CENTRAL}/{group.replace('.', '/')}/{name}/{version}/{path.name}"
             print(f"downloading {address}", file=sys.stderr)
             part, _ = urlretrieve(address, path.with_suffix(".part"))
             part.rename(path)
@@ -59,18 +62,17 @@ def jars_of(folder: Path, repository: str) -> list[Path]:
     return paths
 
 
-def properties(options: argparse.Namespace) -> dict[str, str]:
+def properties(gpus: int) -> dict[str, str]:
     """Return what differs from Hadoop's defaults, which are for machines that do nothing else."""
-    memory, cores = str(options.memory), str(options.cores)
     gpu, queue = "yarn.io/gpu", "yarn.scheduler.capacity"
     preemption = "yarn.resourcemanager.monitor.capacity.preemption"
     found = {
-        "yarn.nodemanager.resource.memory-mb": memory,
-        "yarn.minicluster.yarn.nodemanager.resource.memory-mb": memory,
-        "yarn.nodemanager.resource.cpu-vcores": cores,
+        "yarn.nodemanager.resource.memory-mb": MEMORY,
+        "yarn.minicluster.yarn.nodemanager.resource.memory-mb": MEMORY,
+        "yarn.nodemanager.resource.cpu-vcores": CORES,
         "yarn.scheduler.minimum-allocation-mb": "128",
-        "yarn.scheduler.maximum-allocation-mb": memory,
-        "yarn.scheduler.maximum-allocation-vcores": cores,
+        "yarn.scheduler.maximum-allocation-mb": MEMORY,
+        "yarn.scheduler.maximum-allocation-vcores": CORES,
         # Memory is watched as on clusters without cgroups, each second.
         "yarn.nodemanager.pmem-check-enabled": "true",
         "yarn.nodemanager.vmem-check-enabled": "false",
@@ -96,10 +98,10 @@ def properties(options: argparse.Namespace) -> dict[str, str]:
             "org.apache.hadoop.yarn.util.resource.DominantResourceCalculator"
         ),
     }
-    if options.gpus:
+    if gpus:
         found["yarn.resource-types"] = gpu
-        found[f"yarn.resource-types.{gpu}.maximum-allocation"] = str(options.gpus)
-        found[f"yarn.nodemanager.resource-type.{gpu}"] = str(options.gpus)
+        found[f"yarn.resource-types.{gpu}.maximum-allocation"] = str(gpus)
+        found[f"yarn.nodemanager.resource-type.{gpu}"] = str(gpus)
     return found
 
 
@@ -121,15 +123,7 @@ def java(folder: Path, jars: list[Path]) -> Iterator[Any]:
     settings = ["-Xmx768m", "-Djava.net.preferIPv4Stack=true", f"-Dtest.build.data={folder}/data"]
     settings += [f"-Dhadoop.log.dir={folder}/logs", "--add-opens=java.base/java.lang=ALL-UNNAMED"]
     process = subprocess.Popen(
-        [
-            "java",
-            *settings,
-            "-cp",
-            ":".join(map(str, classes)),
-            "py4j.GatewayServer",
-            "--die-on-broken-pipe",
-            "0",
-        ],
+        ["java", *settings, "-cp", ":".join(map(str, classes)), *GATEWAY],
         stdin=subprocess.PIPE,  # the JVM ends when this process does
         stdout=subprocess.PIPE,
         stderr=(folder / "java.log").open("w"),
@@ -148,30 +142,30 @@ def java(folder: Path, jars: list[Path]) -> Iterator[Any]:
             psutil.wait_procs(left, 5)
 
 
-def start(gateway: Any, folder: Path, options: argparse.Namespace) -> None:
+def start(gateway: Any, folder: Path, known: dict[str, str], *, dfs: bool) -> None:
     """Start the daemons, and write the configuration of their clients."""
     hadoop = gateway.jvm.org.apache.hadoop
     conf = hadoop.yarn.conf.YarnConfiguration()
     conf.set("hadoop.tmp.dir", f"{folder}/tmp")
-    for key, value in properties(options).items():
+    for key, value in known.items():
         conf.set(key, value)
     default = "file:///"
-    if options.dfs:
+    if dfs:
         conf.set("dfs.replication", "1")
         builder = getattr(hadoop.hdfs, "MiniDFSCluster$Builder")(conf)
-        dfs = builder.numDataNodes(1).build()
-        dfs.waitActive()
-        default = str(dfs.getURI().toString())
+        storage = builder.numDataNodes(1).build()
+        storage.waitActive()
+        default = str(storage.getURI().toString())
         conf.set("fs.defaultFS", default)
-    cluster = hadoop.yarn.server.MiniYARNCluster("yarn", options.nodes, 1, 1)
+    cluster = hadoop.yarn.server.MiniYARNCluster("yarn", NODES, 1, 1)
     cluster.init(conf)
     cluster.start()
-    if not cluster.waitForNodeManagersToConnect(READY_SECONDS):
+    if not cluster.waitForNodeManagersToConnect(READY_MILLISECONDS):
         raise TimeoutError("the NodeManagers have not reached the ResourceManager")
     ours = cluster.getConfig()
     addresses = [f"yarn.resourcemanager.{each}address" for each in ("", "scheduler.", "webapp.")]
-    known = {key: ours.get(key) for key in [*properties(options), *addresses] if ours.get(key)}
-    write(folder / "conf" / "yarn-site.xml", known)
+    found = {key: ours.get(key) for key in [*known, *addresses] if ours.get(key)}
+    write(folder / "conf" / "yarn-site.xml", found)
     write(folder / "conf" / "core-site.xml", {"fs.defaultFS": default})
     write(folder / "conf" / "hdfs-site.xml", {"dfs.replication": "1"})
 
@@ -181,26 +175,22 @@ def main() -> None:
     parser = argparse.ArgumentParser("yarn", description=__doc__)
     parser.add_argument("folder", type=Path, help="a new folder; it is removed at the end")
     parser.add_argument("--jars", type=Path, default=Path.home() / ".cache/yarn-jars")
-    parser.add_argument("--repository", default=MAVEN_CENTRAL, help="where jars come from")
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--memory", type=int, default=6144, help="MiB of each node")
-    parser.add_argument("--cores", type=int, default=8, help="of each node")
     parser.add_argument("--gpus", type=int, default=0, help="of each node, which are only counted")
     parser.add_argument("--dfs", action="store_true", help="HDFS is the default file system")
     options = parser.parse_args()
-    folder = options.folder.resolve()
+    folder, known = options.folder.resolve(), properties(options.gpus)
     for name in ("conf", "server", "logs", "data", "tmp"):
         (folder / name).mkdir(parents=True)
     for name in ("capacity-scheduler.xml", "resource-types.xml", "node-resources.xml"):
-        write(folder / "server" / name, properties(options))
+        write(folder / "server" / name, known)
     for name in ("capacity-scheduler.xml", *(["resource-types.xml"] if options.gpus else [])):
-        write(folder / "conf" / name, properties(options))
+        write(folder / "conf" / name, known)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
-        with java(folder, jars_of(options.jars.resolve(), options.repository)) as gateway:
-            start(gateway, folder, options)
+        with java(folder, jars_of(options.jars.resolve())) as gateway:
+            start(gateway, folder, known, dfs=options.dfs)
             print(f"export HADOOP_CONF_DIR={folder}/conf", flush=True)
             ended.wait()
     finally:
