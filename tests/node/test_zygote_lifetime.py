@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from conftest import facts_in
-from support.waiting import alive, assert_gone
+from support.waiting import SOON, alive, assert_gone
 from support.zygotes import (
     grandparent,
     held_run,
@@ -20,7 +20,7 @@ from support.zygotes import (
     zygotes,
 )
 
-from distributor import TorchDistributor
+from distributor import TorchDistributor, WorkerDied
 from distributor.launchers.local import cool_down
 from distributor.node.process.supervisor import is_supported
 
@@ -79,7 +79,9 @@ def test_runs_continue_if_the_zygote_is_killed_and_the_next_run_works(tmp_path: 
 def test_a_killed_supervisor_ends_only_its_own_ranks(tmp_path: Path) -> None:
     with held_run(tmp_path / "one", 2) as one, held_run(tmp_path / "other") as other:
         os.kill(one.supervisor, signal.SIGKILL)
-        assert one.wait_for_death().signal == signal.SIGKILL
+        died = one.values.exception(SOON)
+        assert isinstance(died, WorkerDied)
+        assert died.signal == signal.SIGKILL
         assert_gone(one.family)
         assert other.release() == ["undisturbed"]
         assert zygote_of() == one.zygote

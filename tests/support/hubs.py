@@ -81,14 +81,6 @@ def read_until_closed(sock: socket.socket) -> bytes:
     return bytes(received)
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds, or fail."""
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
     """Fail if the block takes longer."""

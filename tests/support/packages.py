@@ -59,27 +59,10 @@ def environment(folder: Path, version: str, name: str = NAME, *, bare: bool = Fa
 
 def packed(folder: Path, archive: Path) -> Path:
     """Pack an environment as venv-pack and conda-pack do; links stay links."""
-    if archive.suffix == ".zip":
-        _zip(folder, archive)
-    else:
-        with tarfile.open(archive, "w:gz") as file:
-            for entry in sorted(folder.iterdir()):
-                file.add(entry, entry.name)
+    with tarfile.open(archive, "w:gz") as file:
+        for entry in sorted(folder.iterdir()):
+            file.add(entry, entry.name)
     return archive
-
-
-def _zip(folder: Path, archive: Path) -> None:
-    with zipfile.ZipFile(archive, "w") as file:
-        for above, folders, names in os.walk(folder):
-            for name in [*folders, *names]:
-                path = Path(above, name)
-                place = str(path.relative_to(folder))
-                if path.is_symlink():
-                    link = zipfile.ZipInfo(place)
-                    link.external_attr = path.lstat().st_mode << 16
-                    file.writestr(link, os.readlink(path))
-                elif path.is_file():
-                    file.write(path, place)
 
 
 def python_that_begins(folder: Path, source: str) -> Path:

@@ -11,10 +11,8 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,14 @@ import cloudpickle
 import psutil
 import pytest
 
-from distributor import TorchDistributor, WorkerDied
+from distributor import TorchDistributor
 from distributor.launchers.local import cool_down
+from support import waiting
 from support.packages import HIDING_TORCH
-from support.waiting import SOON, alive, until
+from support.waiting import alive, until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(waiting)
 
 DEADLINE = 60.0
 """Seconds after which a rank or module that waits to be released gives up."""
@@ -54,7 +54,7 @@ def without_torch() -> Iterator[None]:
         yield
 
 
-WriteModule = Callable[..., str]
+WriteModule = Callable[[str], str]
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def write_module(modules_folder: Path, tmp_path: Path) -> Iterator[WriteModule]:
     No zygote exists before the test, and none that has loaded such a module remains after it.
     """
 
-    def write(source: str, name: str = "module") -> str:
-        name = f"{name}_of_{tmp_path.name}"
+    def write(source: str) -> str:
+        name = f"module_of_{tmp_path.name}"
         path = modules_folder / f"{name}.py"
         # The size differs each time, so that a change is noticed even if the clock is coarse.
         path.write_text(f"{source}\n" + "#" * (path.stat().st_size if path.exists() else 0))
@@ -102,14 +102,13 @@ def zygote_of(num_processes: int = 1, **settings: Any) -> int:
 
 
 def zygotes() -> list[int]:
-    found: list[int] = alive(c.pid for c in psutil.Process().children() if _is_zygote(c))
-    return found
-
-
-def _is_zygote(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return "zygote" in process.cmdline()
-    return False
+    """Return the process ids of the zygotes of this process."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if "zygote" in child.cmdline():
+                found.append(child.pid)
+    return alive(found)
 
 
 @dataclass
@@ -127,11 +126,6 @@ class HeldRun:
         (self.folder / "go").touch()
         return self.values.result(DEADLINE)
 
-    def wait_for_death(self) -> WorkerDied:
-        error = self.values.exception(SOON)
-        assert isinstance(error, WorkerDied)
-        return error
-
 
 def hold(folder: Path) -> str:
     """Report, in a rank, which processes belong to it, and wait to be released."""
@@ -139,19 +133,14 @@ def hold(folder: Path) -> str:
     if child == 0:
         signal.pause()
     note = folder / os.environ["RANK"]
-    note.with_suffix(".part").write_text(
-        json.dumps([grandparent(), os.getppid(), os.getpid(), child])
-    )
+    pids = grandparent(), os.getppid(), os.getpid(), child
+    note.with_suffix(".part").write_text(json.dumps(pids))
     note.with_suffix(".part").rename(note.with_suffix(".json"))
-    deadline = time.monotonic() + DEADLINE
-    while not (folder / "go").exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError("nobody has released this rank")
-        time.sleep(0.01)
+    until((folder / "go").exists, "this rank is released", DEADLINE)
     return "undisturbed"
 
 
-@contextmanager
+@contextlib.contextmanager
 def held_run(folder: Path, num_processes: int = 1, **settings: Any) -> Iterator[HeldRun]:
     folder.mkdir()
     with ThreadPoolExecutor(1) as pool:
@@ -168,14 +157,3 @@ def held_run(folder: Path, num_processes: int = 1, **settings: Any) -> Iterator[
             yield HeldRun(zygote, supervisor, family, values, folder)
         finally:
             (folder / "go").touch()
-
-
-def waiting_source(begun: Path, go: Path) -> str:
-    """Return the source of a module whose import waits until the file ``go`` exists."""
-    return f"""
-import os, pathlib, time
-pathlib.Path({str(begun)!r}).write_text(str(os.getpid()))
-deadline = time.monotonic() + {DEADLINE}
-while not pathlib.Path({str(go)!r}).exists() and time.monotonic() < deadline:
-    time.sleep(0.01)
-"""

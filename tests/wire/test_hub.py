@@ -20,10 +20,10 @@ from support.hubs import (
     link,
     read_until_closed,
     stranger,
-    wait_until,
     within,
     without_heartbeats,
 )
+from support.waiting import until
 
 from distributor.wire import protocol
 from distributor.wire.hub import LOST, SILENT, Hub
@@ -66,7 +66,7 @@ def test_messages_arrive_in_order_in_both_directions(hub: Hub) -> None:
             hub.send(5, "nobody is there")
         hub.broadcast("all")
         assert [hub.get(SOON) for _ in range(1000)] == [(3, ("up", n)) for n in range(1000)]
-        wait_until(lambda: len(received) == 1001)
+        until(lambda: len(received) == 1001, "all arrive")
         assert received == [*(("down", n) for n in range(1000)), "all"]
         four.send(b"x" * (20 * MIB))
         assert hub.get(SOON) == (4, b"x" * (20 * MIB))
@@ -134,7 +134,7 @@ def test_a_lost_link_reports_it_once_after_all_messages_and_discards_later_ones(
             pass
         hub.send(0, bytes(8 * MIB))
         hub.close()
-        wait_until(lambda: len(received) == 2)
+        until(lambda: len(received) == 2, "the link is lost")
         lost.send("into the void")
         assert lost.lost
         assert lost.backlog() == 0
@@ -146,7 +146,7 @@ def test_unread_messages_cause_backpressure(hub: Hub) -> None:
     with link(hub.port, 1) as flood, link(hub.port, 2) as other:
         for number in range(FLOOD):
             flood.send((number, bytes(MIB)))
-        wait_until(lambda: hub._held_back)
+        until(lambda: hub._held_back, "the hub holds back")
         assert not flood.wait_below(16 * MIB, 0.5)
         assert 32 * MIB < hub._waiting < 34 * MIB
         other.send((FLOOD, "queued later"))
@@ -169,7 +169,7 @@ def test_closing_is_prompt_even_if_the_other_end_is_stuck(hub: Hub) -> None:
     stuck = link(hub.port, 1)
     for _ in range(FLOOD):
         stuck.send(bytes(MIB))
-    wait_until(lambda: hub._held_back)
+    until(lambda: hub._held_back, "the hub holds back")
     with within(2):
         stuck.close(timeout=0.3)
     assert stuck.lost  # because not everything was sent

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from support.hubs import FLOOD, MIB, SECRET, SOON, link, read_until_closed, wait_until, within
+from support.hubs import FLOOD, MIB, SECRET, SOON, link, read_until_closed, within
+from support.waiting import until
 
 from distributor.wire import protocol
 from distributor.wire.hub import LOST, SILENT, Hub
@@ -45,7 +46,7 @@ def test_two_runs_at_one_port_have_separate_nodes(hubs: tuple[Hub, Hub]) -> None
         assert other.get(SOON) == (0, "to other")
         one.broadcast("not for the other's nodes")
         other.broadcast("from other")
-        wait_until(lambda: received)
+        until(lambda: received, "it arrives")
         assert received == ["from other"]
     assert (one.get(SOON), other.get(SOON)) == ((0, LOST), (0, LOST))
     assert one.get(0) is other.get(0) is None
@@ -106,9 +107,10 @@ def test_a_run_that_reads_nothing_delays_no_other(
         flood = link(slow.port, 1)
         for _ in range(FLOOD):
             flood.send(bytes(MIB))
-        wait_until(lambda: slow._held_back)
+        until(lambda: slow._held_back, "the hub holds back")
         before = len(beats)
-        wait_until(lambda: len(beats) > before + 20)  # longer than the lease of a silent node
+        # This is longer than the lease of a silent node.
+        until(lambda: len(beats) > before + 20, "heartbeats go on")
         assert other.nodes() == {2}
         node.send(bytes(MIB))
         assert other.get(SOON) == (2, bytes(MIB))

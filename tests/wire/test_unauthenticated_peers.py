@@ -10,7 +10,8 @@ import threading
 from typing import Final
 
 import pytest
-from support.hubs import RESET, SECRET, SOON, link, read_until_closed, stranger, wait_until
+from support.hubs import RESET, SECRET, SOON, link, read_until_closed, stranger
+from support.waiting import until
 
 from distributor.wire import listener, protocol
 from distributor.wire.hub import Hub
@@ -81,13 +82,13 @@ def test_strangers_of_all_kinds_have_no_effect(
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.chdir(tmp_path)
     with Hub("127.0.0.1", SECRET) as hub, link(hub.port, on_message=lambda message: None) as node:
-        wait_until(lambda: hub.nodes() == {0})
+        until(lambda: hub.nodes() == {0}, "the node is known")
         before = census()
         for number in range(2):
             wave(hub.port, 300)
             node.send(number)
             assert hub.get(SOON) == (0, number), "and nothing else"
-        wait_until(lambda: census() == before)
+        until(lambda: census() == before, "nothing is left")
     assert capfd.readouterr() == ("", "")
     assert os.listdir(tmp_path) == []
     protocol.decode(BOMB)
