@@ -59,7 +59,7 @@ def test_values_output_and_settings(connect: SessionProgram) -> None:
 
 def test_failures(connect: SessionProgram) -> None:
     facts = connect.facts("failures")
-    assert facts["broken"] == ["Broken", True, ["no", "3"], [1]]
+    assert facts["broken"] == [True, ["no", "3"], [1]]
     assert facts["left"] == [2, []]
     assert facts["died"] == ["WorkerDied", 9]
     assert facts["warned"] == []
@@ -70,32 +70,29 @@ def test_executors_need_no_package(connect: SessionProgram) -> None:
     """Neither Spark's Python has it nor that of an environment."""
     facts = connect.facts("bare_executors")
     assert facts["without"] == ["missing", "missing"], "the executors are not bare"
-    assert [len(of_run) for of_run in facts["files"]] == [2, 2, 2]
+    assert [len(of_run) for of_run in facts["files"]] == [2, 2]
     for of_rank in [of_rank for of_run in facts["files"] for of_rank in of_run]:
         assert len(of_rank) == 2
         assert all(".zip" in file for file in of_rank), of_rank
-    assert facts["broken"][1:3] == [True, ["no"]]
     shown = connect.output("bare_executors").splitlines()
-    assert [shown.count(f"[{rank}] in {rank}") for rank in range(2)] == [3, 3]
+    assert [shown.count(f"[{rank}] in {rank}") for rank in range(2)] == [2, 2]
 
 
 @pytest.mark.slow
 def test_without_the_hub_everything_is_sent_through_spark(connect: SessionProgram) -> None:
     facts = connect.facts("through_spark")
-    assert facts["value"] == [0, 2, 21]
     assert facts["values"] == [[0, 2, 41], [1, 2, 41]]
     assert facts["large"] == [True, True]
-    assert facts["broken"] == ["Broken", True, ["no", "3"], [1]]
+    assert facts["broken"] == [True, ["no", "3"], [1]]
     assert facts["left"] == [2, []]
     assert facts["argument"] == 3 * 2**20
-    for warnings in facts["warned"]:
-        assert len(warnings) == 1
-        assert "hub_address" in warnings[0]
+    [warning] = facts["warned"]
+    assert "hub_address" in warning
     shown = connect.output("through_spark")
     assert "[0] training" not in shown, "output of nodes without a link is not shown"
     logs = (connect.folder / "logs").glob("*/attempt_0/rank*.stdout")
     printed = [path.read_text() for path in sorted(logs)]
-    assert sorted(filter(None, printed)) == 2 * ["training on 0\n"] + 2 * ["training on 1\n"]
+    assert sorted(filter(None, printed)) == ["training on 0\n", "training on 1\n"]
 
 
 def test_a_timeout_holds_without_the_hub(connect: SessionProgram) -> None:

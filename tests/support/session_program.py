@@ -29,11 +29,6 @@ from distributor.launchers.spark.hub_address import HubAddress
 
 FOLDER = Path(sys.argv[1])
 """For all that a scenario reads and writes."""
-LOGGERS = ("distributor", "TorchDistributor")
-"""The loggers of the package's messages about runs."""
-
-Scenario = Callable[[Any, "Notes"], dict[str, Any]]
-"""Gets the session and the package's messages, and returns what a test asserts on."""
 
 
 class Broken(Exception):
@@ -41,12 +36,12 @@ class Broken(Exception):
 
 
 class Notes(logging.Handler):
-    """Collects the package's messages, and when they came."""
+    """Collects the package's messages about runs, and when they came."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[tuple[float, int, str]] = []
-        for name in LOGGERS:
+        for name in ("distributor", "TorchDistributor"):
             logging.getLogger(name).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -82,10 +77,6 @@ def train(number: int) -> tuple[int, int, int]:
     return rank(), dist.get_world_size(), int(total.item())
 
 
-def fail_at_once() -> None:
-    raise Broken("no")
-
-
 def fail_beside_one_that_waits(folder: str) -> None:
     Path(folder, str(os.getpid())).touch()
     deadline = time.monotonic() + 60
@@ -107,8 +98,9 @@ def wait_forever() -> None:
     threading.Event().wait()
 
 
-def make_bytes(megabytes: int) -> bytes:
-    return random.Random(rank()).randbytes(megabytes * 2**20)
+def make_bytes(megabytes: int, number: int | None = None) -> bytes:
+    """Make the bytes of a rank, which is this one unless its number is given."""
+    return random.Random(rank() if number is None else number).randbytes(megabytes * 2**20)
 
 
 def package_files() -> tuple[str, ...]:
@@ -148,21 +140,7 @@ def error_of(call: Callable[[], object]) -> Any:
 
 
 def described(error: Any) -> list[Any]:
-    found = [type(error).__name__, isinstance(error, Broken), [str(a) for a in error.args]]
-    return [*found, sorted(getattr(error, "rank_failures", {}))]
-
-
-def is_from(number: int, value: bytes, megabytes: int) -> bool:
-    return value == random.Random(number).randbytes(megabytes * 2**20)
-
-
-def values_of_all(distributor: TorchDistributor) -> dict[str, Any]:
-    """Run on all ranks a function that returns a tuple and 20 MB."""
-    found = distributor.run_all(lambda: (train(20), make_bytes(20)))
-    return {
-        "values": [value for value, _ in found],
-        "large": [is_from(number, large, 20) for number, (_, large) in enumerate(found)],
-    }
+    return [isinstance(error, Broken), [*map(str, error.args)], sorted(error.rank_failures)]
 
 
 def failure_beside_one_that_waits(distributor: TorchDistributor) -> dict[str, Any]:
@@ -178,7 +156,7 @@ def failure_beside_one_that_waits(distributor: TorchDistributor) -> dict[str, An
     return {"broken": described(error), "left": [len(pids), left]}
 
 
-# Scenarios
+# Scenarios: they get the session and the package's messages, and return what a test asserts on
 
 
 def values(spark: Any, notes: Notes) -> dict[str, Any]:
@@ -188,15 +166,14 @@ def values(spark: Any, notes: Notes) -> dict[str, Any]:
         port = TorchDistributor(1, use_gpu=False, warm=False).hub_port
     finally:
         spark.conf.unset("spark.distributor.hub.port")
-    return {"value": value, "large": is_from(0, large, 30), "port": port}
+    return {"value": value, "large": large == make_bytes(30, 0), "port": port}
 
 
 def bare_executors(spark: Any, notes: Notes) -> dict[str, Any]:
     rows = spark.range(0, 1, 1, 1).mapInArrow(try_to_import, "found string").collect()
     bare = ranks(environment=FOLDER / "bare.tar.gz")
-    files = [runs.run_all(package_files) for runs in (ranks(), ranks(), bare)]
-    broken = error_of(lambda: ranks().run(fail_at_once))
-    return {"without": [row.found for row in rows], "files": files, "broken": described(broken)}
+    files = [runs.run_all(package_files) for runs in (ranks(), bare)]
+    return {"without": [row.found for row in rows], "files": files}
 
 
 def ids(shard: Any) -> list[int]:
@@ -287,12 +264,13 @@ def hub_without_nodes() -> Any:
 def through_spark(spark: Any, notes: Notes) -> dict[str, Any]:
     distributor = ranks(log_dir=str(FOLDER / "logs"))
     with hub_without_nodes():
-        value, warned = distributor.run(train, 10), notes.take_warnings()
-        found, warned_again = values_of_all(distributor), notes.take_warnings()
+        found = distributor.run_all(lambda: (train(20), make_bytes(20)))
+        warned = notes.take_warnings()
         failure = failure_beside_one_that_waits(distributor)
         argument = distributor.run(len, bytes(3 * 2**20))
-    warned_twice = [warned, warned_again]
-    return {"value": value, **found, **failure, "argument": argument, "warned": warned_twice}
+    large = [each == make_bytes(20, number) for number, (_, each) in enumerate(found)]
+    values = {"values": [value for value, _ in found], "large": large}
+    return {**values, **failure, "argument": argument, "warned": warned}
 
 
 def timeout_without_hub(spark: Any, notes: Notes) -> dict[str, Any]:
@@ -310,22 +288,22 @@ def timeout_without_hub(spark: Any, notes: Notes) -> dict[str, Any]:
 def main() -> None:
     spark, notes = SparkSession.builder.remote("local[2]").getOrCreate(), Notes()
     print("READY", flush=True)
-    for name in sys.stdin:
-        run(globals()[name.strip()], spark, notes)
+    for line in sys.stdin:
+        run(line.strip(), spark, notes)
     spark.stop()
 
 
-def run(scenario: Scenario, spark: Any, notes: Notes) -> None:
+def run(name: str, spark: Any, notes: Notes) -> None:
     """Run a scenario between two lines, the second with what it found, or its traceback."""
     for stream in (sys.stdout, sys.stderr):
-        print("BEGIN", scenario.__name__, file=stream, flush=True)
+        print("BEGIN", name, file=stream, flush=True)
     try:
-        found = scenario(spark, notes)
+        found: dict[str, Any] = globals()[name](spark, notes)
         found.setdefault("warned", notes.take_warnings())
     except Exception:
         found = {"traceback": traceback.format_exc()}
-    print("\nEND", scenario.__name__, file=sys.stderr, flush=True)
-    print("\nEND", scenario.__name__, json.dumps(found), flush=True)
+    print("\nEND", name, file=sys.stderr, flush=True)
+    print("\nEND", name, json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from support.waiting import until
 
 PROGRAM = Path(__file__).with_name("session_program.py")
 DEADLINE = 300
-"""Seconds until a scenario prints something or has ended."""
+"""Seconds until a scenario has ended."""
 SECRET = {"SPARK_CONNECT_AUTHENTICATE_TOKEN": "of these tests"}
 
 
@@ -47,22 +47,16 @@ class SessionProgram:
 
     def wait_until_it_serves(self) -> None:
         """Wait until it has its session."""
-        self._wait_for("\nREADY\n")
+        self._wait_for("\nREADY")
 
     def _wait_for(self, text: str) -> None:
-        printed = self._printed("stdout")
-        while not (text in printed and printed.endswith("\n")) and self.process.poll() is None:
-            printed = self._printed_after(printed, text)
-        assert text in self._printed("stdout"), self._printed("stderr")[-8000:]
+        """Wait until the program has printed a text, to the end of its line, or has ended."""
 
-    def _printed_after(self, printed: str, awaited: str) -> str:
-        """Wait until the program prints more or ends, and return all that it has printed."""
-        until(
-            lambda: self._printed("stdout") != printed or self.process.poll() is not None,
-            f"nothing more is printed: {awaited}",
-            DEADLINE,
-        )
-        return self._printed("stdout")
+        def has_printed() -> bool:
+            return "\n" in self._printed("stdout").partition(text)[2]
+
+        until(lambda: has_printed() or self.process.poll() is not None, text, DEADLINE)
+        assert has_printed(), self._printed("stderr")[-8000:]
 
     def _printed(self, stream: str) -> str:
         return "\n" + (self.folder / stream).read_text()
