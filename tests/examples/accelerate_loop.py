@@ -5,7 +5,7 @@ import tempfile
 
 import torch
 from accelerate import Accelerator
-from synthetic import ResNet, accuracy, images
+from synthetic import ConvNet, images, print_accuracy
 from torch.nn import CrossEntropyLoss
 from torch.utils.data import DataLoader
 
@@ -15,7 +15,7 @@ from distributor.train.torch import TorchTrainer, prepare_data_loader
 
 def train_func(config):
     accelerator = Accelerator()
-    model = ResNet()
+    model = ConvNet()
     optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
     loader = DataLoader(images(), batch_size=32, shuffle=True)
     if config["shards"]:
@@ -50,8 +50,4 @@ if __name__ == "__main__":
             run_config=train.RunConfig(storage_path=os.path.abspath("results"), name=name),
         )
         result = trainer.fit()
-
-        model = ResNet()
-        with result.checkpoint.as_directory() as folder:
-            model.load_state_dict(torch.load(os.path.join(folder, "model.bin")))
-        print(f"accuracy {accuracy(model, images(seed=1)):.2f}")
+        print_accuracy(result.checkpoint, "model.bin")

@@ -6,7 +6,7 @@ import os
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pyspark.sql import SparkSession
-from synthetic import ResNet, accuracy, images
+from synthetic import ConvNet, accuracy, images
 from torch.nn import CrossEntropyLoss
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
@@ -23,7 +23,7 @@ FOLDER = os.path.abspath("results/databricks_air")
 @distributed(num_accelerators=2, remote=REMOTE, timeout=120, use_gpu=False)
 def train(folder, epochs, lr=0.01):
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(ResNet())
+    model = DistributedDataParallel(ConvNet())
     optimizer = Adam(model.parameters(), lr=lr)
     criterion = CrossEntropyLoss()
     loader = prepare_data_loader(DataLoader(images(), batch_size=32, shuffle=True))
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     print("trained", *train.distributed(FOLDER, epochs=2))
     print("continued", *train.with_overrides(num_accelerators=1).distributed(FOLDER, epochs=3))
 
-    model = ResNet()
+    model = ConvNet()
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=f"{FOLDER}/epoch-2", no_dist=True)
     model.load_state_dict(state["model"])

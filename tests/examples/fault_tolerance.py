@@ -4,7 +4,7 @@ import os
 import tempfile
 
 import torch
-from synthetic import ResNet, accuracy, images
+from synthetic import ConvNet, images, print_accuracy
 from torch.nn import CrossEntropyLoss
 from torch.utils.data import DataLoader
 
@@ -13,7 +13,7 @@ from distributor.train.torch import TorchTrainer, prepare_data_loader, prepare_m
 
 
 def train_func(config):
-    model = ResNet()
+    model = ConvNet()
     optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
     start = 0
     checkpoint = train.get_checkpoint()
@@ -66,8 +66,4 @@ def make_trainer(epochs):
 if __name__ == "__main__":
     make_trainer(epochs=3).fit()
     result = make_trainer(epochs=4).fit()
-
-    model = ResNet()
-    with result.checkpoint.as_directory() as folder:
-        model.load_state_dict(torch.load(os.path.join(folder, "model.pt")))
-    print(f"accuracy {accuracy(model, images(seed=1)):.2f}")
+    print_accuracy(result.checkpoint, "model.pt")

@@ -4,7 +4,7 @@ import os
 
 import lightning.pytorch as pl
 import torch
-from synthetic import ResNet, accuracy, images
+from synthetic import ConvNet, accuracy, images
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -21,7 +21,7 @@ from distributor.train.torch import TorchTrainer
 class ImageClassifier(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.model = ResNet()
+        self.model = ConvNet()
 
     def forward(self, pixels):
         return self.model(pixels)

@@ -4,7 +4,7 @@ import os
 import tempfile
 
 import torch
-from synthetic import ResNet, accuracy, images
+from synthetic import ConvNet, images, print_accuracy
 from torch.nn import CrossEntropyLoss
 from torch.optim import Adam
 from torch.utils.data import DataLoader
@@ -14,7 +14,7 @@ import distributor.train.torch
 
 
 def train_func():
-    model = ray.train.torch.prepare_model(ResNet())
+    model = ray.train.torch.prepare_model(ConvNet())
     criterion = CrossEntropyLoss()
     optimizer = Adam(model.parameters(), lr=0.01)
     loader = DataLoader(images(), batch_size=32, shuffle=True)
@@ -49,8 +49,4 @@ if __name__ == "__main__":
         train_func, scaling_config=scaling_config, run_config=run_config
     )
     result = trainer.fit()
-
-    model = ResNet()
-    with result.checkpoint.as_directory() as folder:
-        model.load_state_dict(torch.load(os.path.join(folder, "model.pt")))
-    print(f"accuracy {accuracy(model, images(seed=1)):.2f}")
+    print_accuracy(result.checkpoint, "model.pt")
