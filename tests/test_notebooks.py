@@ -1,7 +1,4 @@
-"""The notebooks run from top to bottom, some on a cluster, and are saved as they ran.
-
-The code of all is checked against this package, without running it, as tests of the repository.
-"""
+"""The notebooks run from top to bottom, some on a cluster, and are saved as they ran."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from typing import Any
 
 import pytest
 from conftest import needs_java
-from support.notebook_code import UsesOfPackage
 from support.notebooks import NAMES, NOTEBOOKS, Place, place_for_notebooks, run_here
 
 from distributor.train import Result
@@ -142,19 +138,6 @@ def test_the_notebooks_without_spark(tmp_path: Path) -> None:
     assert ddp["accuracy"] > 0.8
     assert ddp["peak MB"] > fsdp["peak MB"] > in_units["peak MB"]
     assert ran.errors() == []
-
-
-@pytest.mark.repository
-@pytest.mark.parametrize("name", NAMES)
-def test_the_code_of_a_notebook_uses_what_this_package_has(name: str) -> None:
-    """Check each import of the package, and the arguments of each call of what is imported."""
-    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", nbformat.NO_CONVERT)
-    used = UsesOfPackage()
-    for cell in Ran(notebook).code:
-        compile(cell.source, "<cell>", "exec")
-        used.visit(ast.parse(cell.source))
-
-    assert used.calls >= (1 if name == "estimator" else 2)
 
 
 @pytest.mark.repository

@@ -51,10 +51,7 @@ class Place:
 
     def run(self, name: str, **properties: str) -> Any:
         """Run a notebook, with Spark properties of its own; an unexpected error is raised."""
-        return run_here(name, self.folder / name, self._environment(name, properties))
-
-    def _environment(self, name: str, properties: dict[str, str]) -> dict[str, str]:
-        return {
+        environment = {
             **self.cluster.environment,
             **QUIET,
             "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -63,6 +60,7 @@ class Place:
             "SPARK_CONF_DIR": str(self._spark_conf(name, properties)),
             "SPARK_LOCAL_IP": self.cluster.on_driver.address,
         }
+        return run_here(name, self.folder / name, environment)
 
     def _spark_conf(self, name: str, properties: dict[str, str]) -> Path:
         folder = self.folder / f"{name}-conf"
@@ -124,8 +122,7 @@ def run_all(names: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
             yield name, run_here(name, folder / name)
     if there := [name for name in names if name in ON_CLUSTER]:
         with place_for_notebooks(folder, port=5000) as place:
-            for name in there:
-                yield name, place.run(name)
+            yield from ((name, place.run(name)) for name in there)
 
 
 def neutral(notebook: Any) -> Any:

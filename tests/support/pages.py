@@ -77,12 +77,3 @@ def fill_section(text: str, name: str, table: str) -> str:
     """Replace what is between ``<!-- name -->`` and ``<!-- end -->`` by a generated table."""
     section = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", re.DOTALL)
     return section.sub(lambda _: f"\n{table}\n\n", text, count=1)
-
-
-def texts_of_error(name: str) -> list[re.Pattern[str]]:
-    """Return the texts that Troubleshooting has for an error, with ``…`` for anything."""
-    page = (PAGES / "troubleshooting.md").read_text()
-    row = re.search(rf"^\| `{name}` \| (.*?) \| ", page, re.MULTILINE)
-    assert row, f"{name} is not documented"
-    texts = re.findall(r"`([^`]+)`", row[1])
-    return [re.compile(re.escape(text).replace("…", ".*"), re.DOTALL) for text in texts]
