@@ -204,7 +204,7 @@ def run_driver(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
 NVML = """
 #include <string.h>
 int nvmlInitWithFlags(unsigned int flags) { return INIT; }
-int nvmlDeviceGetCount_v2(unsigned int *count) { *count = COUNT; return COUNTED; }
+int nvmlDeviceGetCount_v2(unsigned int *count) { *count = COUNT; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **device) { return 0; }
 int nvmlDeviceGetName(void *device, char *name, unsigned int room) {
     strncpy(name, "NVIDIA A10G", room);
@@ -230,13 +230,12 @@ def nvml(tmp_path: Path) -> Callable[..., str]:
     if (gcc := shutil.which("gcc")) is None:
         pytest.skip("there is no gcc to build a driver library with")
 
-    def build(count: int, *, init: int = 0, counted: int = 0) -> str:
+    def build(count: int, *, init: int = 0) -> str:
         source, folder = tmp_path / "nvml.c", tmp_path / "nvml"
         source.write_text(NVML)
         folder.mkdir()
-        values = [f"-DCOUNT={count}", f"-DINIT={init}", f"-DCOUNTED={counted}"]
-        library = str(folder / "libnvidia-ml.so.1")
-        subprocess.run([gcc, "-shared", "-fPIC", *values, "-o", library, str(source)], check=True)
+        options = ["-shared", "-fPIC", f"-DCOUNT={count}", f"-DINIT={init}", "-o"]
+        subprocess.run([gcc, *options, folder / "libnvidia-ml.so.1", source], check=True)
         return str(folder)
 
     return build

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import needs_java
 from support.cluster import cluster_on
-from support.machines import LISTENING, Machine, machines_apart, why_not_apart
-from support.ports import accept, free_port
+from support.machines import Machine, machines_apart, why_not_apart
+from support.ports import free_port
 from support.waiting import until
 
 from distributor import TorchDistributor
@@ -32,7 +32,9 @@ def test_runs_take_ports_of_a_range_and_name_one_without_a_free_port() -> None:
     runner = TorchDistributor(1, use_gpu=False, rank_ports=f"{first}-{first + 19}", timeout=120)
     with socket.create_server(("127.0.0.1", 0)) as server:
         runs = [runner.submit(master_port, server.getsockname()[1]) for _ in range(2)]
-        for rank in accept(server, runs):  # both are active
+        server.settimeout(120)
+        ranks = [server.accept()[0] for _ in runs]  # both are active
+        for rank in ranks:
             rank.close()
         one, other = [run.result(120) for run in runs]
     assert one != other
@@ -76,15 +78,6 @@ send(total=runner.run(train, {{folder!r}}))
 """
 
 
-def listening(machine: Machine) -> set[int]:
-    """Return the ports at which a machine listens for other machines."""
-    tables = ["ip", "netns", "exec", machine.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
-    shown = subprocess.run(tables, check=True, capture_output=True, text=True).stdout
-    rows = [line.split() for line in shown.splitlines()]
-    places = [row[1].rpartition(":") for row in rows if row[3] == LISTENING]
-    return {int(port, 16) for address, _, port in places if not address.endswith("0100007F")}
-
-
 def restrict_system_ports(machine: Machine) -> None:
     setting = f"echo {SYSTEM[0]} {SYSTEM[-1]} > /proc/sys/net/ipv4/ip_local_port_range"
     subprocess.run(["ip", "netns", "exec", machine.namespace, "sh", "-c", setting], check=True)
@@ -104,7 +97,7 @@ def test_between_hosts_a_run_listens_at_the_documented_ports_alone(tmp_path: Pat
         cluster.start()
         with cluster.driver(TRAIN.format(folder=str(tmp_path))) as driver:
             driver.receive("ready")
-            before = [listening(machine) for machine in machines]
+            before = [machine.listening_ports(loopback=False) for machine in machines]
             ranks = [tmp_path / f"rank{rank}" for rank in range(2)]
             driver.send("begin")
             until(
@@ -112,7 +105,8 @@ def test_between_hosts_a_run_listens_at_the_documented_ports_alone(tmp_path: Pat
                 "both ranks are in the collective",
                 120,
             )
-            new = [listening(each) - ports for each, ports in zip(machines, before, strict=True)]
+            after = [machine.listening_ports(loopback=False) for machine in machines]
+            new = [ports - others for ports, others in zip(after, before, strict=True)]
             for rank in ranks:
                 rank.with_suffix(".seen").touch()
             assert driver.receive("total")["total"] == 2.0

@@ -37,8 +37,8 @@ class Notebook(io.StringIO):
     __module__ = "ipykernel.iostream"
 
 
-def on_screen(text: str, width: int = 80) -> list[str]:
-    """Return the lines that a terminal of this width shows after this text."""
+def on_screen(text: str) -> list[str]:
+    """Return the lines that a terminal of 80 columns shows after this text."""
     lines, column, wraps = [""], 0, True
     for token in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|.|\n", text):
         if token == "\n":
@@ -52,8 +52,8 @@ def on_screen(text: str, width: int = 80) -> list[str]:
             wraps = token.endswith("h")
         else:
             assert token >= " ", f"an unexpected control sequence {token!r}"
-            if column == width:
-                lines, column = ([*lines, ""], 0) if wraps else (lines, width - 1)
+            if column == 80:
+                lines, column = ([*lines, ""], 0) if wraps else (lines, 79)
             lines[-1] = lines[-1][:column].ljust(column) + token + lines[-1][column + 1 :]
             column += 1
     return [line.rstrip() for line in lines]

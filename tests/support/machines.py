@@ -45,12 +45,13 @@ class Machine:
     def _inside(self) -> list[str]:
         return ["ip", "netns", "exec", self.namespace] if self.namespace else []
 
-    def listening_ports(self) -> set[int]:
-        """Return the ports on which processes of this machine's network listen."""
+    def listening_ports(self, *, loopback: bool = True) -> set[int]:
+        """Return the ports at which this machine listens, also for itself alone or not."""
         tables = [*self._inside, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
         text = subprocess.run(tables, check=True, capture_output=True, text=True).stdout
         rows = [line.split() for line in text.splitlines()]
-        return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTENING}
+        places = [row[1].rpartition(":") for row in rows if row[3] == LISTENING]
+        return {int(port, 16) for at, _, port in places if loopback or not at.endswith("0100007F")}
 
     @property
     def host(self) -> str:

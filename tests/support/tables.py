@@ -55,13 +55,9 @@ def points(sizes: Sequence[int]) -> TableSource:
     return TableSource([whole.slice(at, size) for at, size in zip(begins, sizes, strict=False)])
 
 
-def layout_of(source: TableSource, equal: Equal = False, split: bool = True) -> Layout:
-    """Return how ranks share a dataset."""
-    return Layout(source.chunk_rows, source.chunk_bytes, equal, split)
-
-
 def shard_of(
     source: TableSource, rank: int = 0, num_ranks: int = 1, equal: Equal = False
 ) -> DatasetShard:
     """Return a rank's share of a dataset."""
-    return DatasetShard(source, layout_of(source, equal), rank, num_ranks)
+    layout = Layout(source.chunk_rows, source.chunk_bytes, equal, True)
+    return DatasetShard(source, layout, rank, num_ranks)

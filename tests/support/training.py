@@ -48,10 +48,8 @@ class Fault:
         "step" (a batch begins), "upload", "check", "commit", "uncommit", "prune" or "record" (half
         of a file is written, or something is about to be read or removed), or "any" operation in
         storage.
-    count : int
-        The occurrence of the event at which the fault is injected, from 1.
-    rank : int
-        The rank that it ends.
+    count, rank : int
+        The occurrence of the event, from 1, and the rank that ends at it.
     marker : str
         A file that the fault creates. If it exists already, the fault is not injected.
     killed : bool
@@ -64,41 +62,43 @@ class Fault:
     marker: str
     killed: bool = True
 
-    def inject(self) -> None:
-        """Create the marker, and kill this rank or wait to be killed."""
-        Path(self.marker).write_text(str(os.getpid()))
-        if self.killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        threading.Event().wait()
+
+NONE = Fault("none", 0, 0, "")
 
 
 class Events:
-    """Counts the events in this process."""
+    """Counts the events of a fault in this process, and injects it."""
 
-    def __init__(self, fault: Fault | None) -> None:
+    def __init__(self, fault: Fault) -> None:
         self._fault = fault
-        self._counts: dict[str, int] = {}
+        self._count = 0
 
     def is_due(self, event: str) -> bool:
         """Count an event, and return True if the fault is to be injected at it."""
         fault = self._fault
-        if fault is None or fault.event != event or os.environ.get("RANK") != str(fault.rank):
+        if event != fault.event or os.environ.get("RANK") != str(fault.rank):
             return False
-        self._counts[event] = self._counts.get(event, 0) + 1
-        return self._counts[event] == fault.count and not Path(fault.marker).exists()
+        self._count += 1
+        return self._count == fault.count and not Path(fault.marker).exists()
 
     def record(self, event: str) -> None:
         """Count an event, and inject the fault if it is due."""
         if self.is_due(event):
-            assert self._fault
-            self._fault.inject()
+            self.inject()
+
+    def inject(self) -> None:
+        """Create the marker, and kill this rank or wait to be killed."""
+        Path(self._fault.marker).write_text(str(os.getpid()))
+        if self._fault.killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
 
 
 class HalfWrittenFile:
     """A file whose next write stores half of the data and then injects the fault."""
 
-    def __init__(self, file: Any, fault: Fault) -> None:
-        self._file, self._fault = file, fault
+    def __init__(self, path: str, events: Events) -> None:
+        self._file, self._events = open(path, "wb"), events
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -106,28 +106,23 @@ class HalfWrittenFile:
     def write(self, data: Any) -> None:
         self._file.write(bytes(data)[: len(data) // 2])
         self._file.flush()
-        self._fault.inject()
+        self._events.inject()
 
 
 class FaultyFiles(pafs.FSSpecHandler):  # type: ignore[misc]
     """This machine's files, with the fault injected into an operation."""
 
-    def __init__(self, fault: Fault | None) -> None:
+    def __init__(self, fault: Fault) -> None:
         super().__init__(LocalFileSystem())
-        self._fault = fault
         self._events = Events(fault)
 
     def open_output_stream(self, path: str, metadata: Any) -> Any:
         self._events.record("any")
         names = {MANIFEST: "commit", RUN_LOG: "record"}
         event = names.get(os.path.basename(path), "upload")
-        stream = super().open_output_stream(path, metadata)
-        is_due = ".proof" not in path and self._events.is_due(event)
-        if not is_due:
-            return stream
-        stream.close()
-        assert self._fault
-        return pa.PythonFile(HalfWrittenFile(open(path, "wb"), self._fault), mode="w")
+        if ".proof" not in path and self._events.is_due(event):
+            return pa.PythonFile(HalfWrittenFile(path, self._events), mode="w")
+        return super().open_output_stream(path, metadata)
 
     def get_file_info(self, paths: Any) -> Any:
         self._events.record("any")
@@ -149,7 +144,7 @@ class FaultyFiles(pafs.FSSpecHandler):  # type: ignore[misc]
 
 def fit_line(config: dict[str, Any]) -> list[float]:
     """Train from the latest checkpoint."""
-    events = Events(config.get("fault"))
+    events = Events(config["fault"])
     torch.manual_seed(7)
     x = torch.arange(SAMPLES, dtype=torch.float64).reshape(-1, 1) / SAMPLES
     data = TensorDataset(torch.arange(SAMPLES), x, 3 * x + 1)
@@ -169,7 +164,7 @@ def fit_line(config: dict[str, Any]) -> list[float]:
             step += 1
             metrics = {"loss": loss.item(), "step": step, "epoch": current, "samples": _all(which)}
             _report(metrics, plain, optimizer)
-            if step == config.get("stop_at"):
+            if step == config["stop_at"]:
                 return [step]
     return [parameter.item() for parameter in plain.parameters()]
 
@@ -217,19 +212,19 @@ def trainer(
     workers: int | tuple[int, int] = 2,
     failures: int = 0,
     local_mode: bool = True,
+    fault: Fault = NONE,
     settings: Mapping[str, object] | None = None,
-    **config: Any,
+    stop_at: int | None = None,
 ) -> TorchTrainer:
-    """Return a trainer; the fault in its configuration also applies to its storage."""
-    filesystem = pafs.PyFileSystem(FaultyFiles(config.get("fault")))
+    """Return a trainer; the fault is injected into its storage, too."""
     return TorchTrainer(
         fit_line,
-        train_loop_config=config,
+        train_loop_config={"fault": fault, "stop_at": stop_at},
         scaling_config=ScalingConfig(num_workers=workers, local_mode=local_mode),
         run_config=RunConfig(
             name=name,
             storage_path=folder,
-            storage_filesystem=filesystem,
+            storage_filesystem=pafs.PyFileSystem(FaultyFiles(fault)),
             failure_config=FailureConfig(max_failures=failures),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
             settings={

@@ -36,9 +36,6 @@ IN_NAMES = {
 }
 """A part of a name (``snake_case`` or ``CamelCase``), and what the field says instead."""
 
-PYTHON_CALLS = {(".", "tell", "(")}
-"""Calls of Python's own methods: the token before, the name and the token after it."""
-
 IN_PROSE = {
     r"keepers?|leash": "supervisor; control channel",
     r"heed(s|ed|ing)?": "act on, subscribe to",
@@ -73,10 +70,8 @@ def findings(path: Path) -> Iterator[str]:
         yield from _in_prose(path, enumerate(text.splitlines(), 1))
         return
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    for before, token, after in zip(
-        tokens[-1:] + tokens, tokens, tokens[1:] + tokens[:1], strict=False
-    ):
-        if (before.string, token.string, after.string) in PYTHON_CALLS:
+    for before, token in zip(tokens[-1:] + tokens, tokens, strict=False):
+        if (before.string, token.string) == (".", "tell"):  # Python's own method of files
             continue
         if token.type == tokenize.NAME and not keyword.iskeyword(token.string):
             for part in _NAME_PARTS.findall(token.string):
@@ -99,16 +94,11 @@ def _in_prose(path: Path, lines: Iterator[tuple[int, str]] | enumerate[str]) -> 
 
 def main(paths: list[str]) -> int:
     """Print what is found in the paths, and return 1 if that is anything."""
-    files = [
-        file
-        for path in map(Path, paths or PATHS)
-        for file in (
-            sorted(each for each in path.rglob("*") if each.suffix in TEXTS)
-            if path.is_dir()
-            else [path]
-        )
-        if file.resolve() != Path(__file__).resolve()
-    ]
+    files: list[Path] = []
+    for path in map(Path, paths or PATHS):
+        inside = sorted(each for each in path.rglob("*") if each.suffix in TEXTS)
+        files += inside if path.is_dir() else [path]
+    files = [file for file in files if file.resolve() != Path(__file__).resolve()]
     found = [line for file in files for line in findings(file)]
     print("\n".join(found) or f"{len(files)} files: no word that the field does not use")
     return 1 if found else 0
