@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.project_files import load_all_yaml, load_yaml
+import yaml
 from support.settings_table import ADMIN_DEFAULTS
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +28,11 @@ pytestmark = [
     pytest.mark.repository,
     pytest.mark.skipif(not CONF.is_dir(), reason="not in a checkout"),
 ]
+
+
+def load_all(path: Path) -> list[Any]:
+    """Return the documents of a file of YAML."""
+    return list(yaml.safe_load_all(path.read_text()))
 
 
 def properties(path: Path, *, with_examples: bool = False) -> dict[str, str]:
@@ -96,7 +101,7 @@ def test_the_defaults_file_has_all_keys_and_sets_none() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.name)
 def test_yaml_can_be_parsed(path: Path) -> None:
-    assert load_all_yaml(path)
+    assert load_all(path)
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.sh")), ids=lambda path: path.name)
@@ -112,7 +117,7 @@ def properties_of(file: str) -> dict[str, str]:
         lines = path.read_text().split()
         return dict(line.removeprefix("spark:").split("=") for line in lines)
     if path.suffix == ".yaml":
-        conf: dict[str, str] = load_yaml(path)["spec"]["sparkConf"]
+        conf: dict[str, str] = load_all(path)[0]["spec"]["sparkConf"]
         return conf
     found = json.loads(path.read_text())
     if isinstance(found, dict):
@@ -142,7 +147,7 @@ def test_every_property_of_a_platform_exists(file: str) -> None:
 
 
 def test_the_network_policies_open_the_ports_of_the_properties() -> None:
-    policies = load_all_yaml(CONF / "kubernetes" / "network-policy.yaml")
+    policies = load_all(CONF / "kubernetes" / "network-policy.yaml")
     conf = properties(CONF / "spark-defaults-kubernetes.conf")
     opened = {
         policy["spec"]["podSelector"]["matchLabels"]["spark-role"]: {
@@ -153,7 +158,8 @@ def test_the_network_policies_open_the_ports_of_the_properties() -> None:
         for policy in policies
     }
     driver = ("spark.driver.port", "spark.driver.blockManager.port", "spark.distributor.hub.port")
-    [sysctl] = load_yaml(CONF / "executor-pod-template.yaml")["spec"]["securityContext"]["sysctls"]
+    [pod] = load_all(CONF / "executor-pod-template.yaml")
+    [sysctl] = pod["spec"]["securityContext"]["sysctls"]
     local = sysctl["value"].replace(" ", "-")
     assert opened == {
         "driver": {f"{conf[key]}-{conf[key]}" for key in driver},

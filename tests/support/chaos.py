@@ -214,7 +214,7 @@ class Result(NamedTuple):
 
 
 class Series:
-    """Runs with one fault each, one after another; a context manager that ends the driver."""
+    """Runs with one fault each, one after another, of one driver as long as it lives."""
 
     def __init__(self, cluster: Cluster, case: Case) -> None:
         self._cluster = cluster
@@ -222,10 +222,8 @@ class Series:
         self._fault = FAULTS[case.launcher][case.fault]
         self._driver: Driver | None = None
 
-    def __enter__(self) -> Series:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
+        """End the driver."""
         if self._driver is not None:
             self._driver.__exit__()
             self._driver = None
@@ -252,7 +250,7 @@ class Series:
         seconds = None if report is None else report["at"] - at
         result = Result(seconds, self._is_right(report), *left)
         if not result.spotless or self._case.fault in DRIVERS_END:
-            self.__exit__()
+            self.close()
         return result
 
     def _start_driver(self) -> Driver:
@@ -291,8 +289,8 @@ class Series:
     def _is_right(self, report: dict[str, Any] | None) -> bool:
         if report is None:
             return self._case.fault == DRIVER_KILLED
-        kind, text, *_ = self._fault
-        return kind in ("", report["error"]) and text in report["message"]
+        is_error = self._fault.error in ("", report["error"])
+        return is_error and self._fault.message in report["message"]
 
     def _await_end(self, ranks: list[Note], files: set[str]) -> tuple[int, int, int, int]:
         """Wait until nothing is left, count what is, and kill the processes that are left."""
@@ -333,7 +331,7 @@ def bed(launcher: str, *, apart: bool = True) -> Iterator[Cluster]:
 
 def hurt(cluster: Cluster, case: Case, activities: Sequence[str], times: int) -> list[Result]:
     """Inject a fault into runs whose ranks perform the activities in turn."""
-    with Series(cluster, case) as series:
+    with contextlib.closing(Series(cluster, case)) as series:
         return [series.hurt(activities[turn % len(activities)]) for turn in range(times)]
 
 

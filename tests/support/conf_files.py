@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from support.pages import ROOT
-from support.project_files import load_yaml
 
 CONF = ROOT / "conf"
 AMOUNTS = {
@@ -73,7 +72,9 @@ def properties(
 
 def pod_template() -> dict[str, Any]:
     """Return the pod template of conf/, for nodes without GPUs."""
-    pod: dict[str, Any] = load_yaml(CONF / "executor-pod-template.yaml")
+    import yaml
+
+    pod: dict[str, Any] = yaml.safe_load((CONF / "executor-pod-template.yaml").read_text())
     pod["spec"]["volumes"][0]["emptyDir"]["sizeLimit"] = "1Gi"
     for key in ("nodeSelector", "tolerations"):
         del pod["spec"][key]
