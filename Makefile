@@ -105,9 +105,10 @@ clean: ## Remove files that builds, tests and runs leave behind, except the envi
 	rm -rf artifacts derby.log metastore_db spark-warehouse mlflow.db mlartifacts mlruns lightning_logs
 	find . -name '.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
+# pip would compile all of it, which takes longer than to install it. Little of it is imported.
 $(VENV)/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q $(TORCH) -e '.[dev]'
+	$(VENV)/bin/python -m pip install -q --no-compile $(TORCH) -e '.[dev]'
 	touch $@
 
 .venv-demo/.installed: setup.cfg setup.py conf/constraints-cpu.txt
@@ -122,7 +123,7 @@ $(VENV)/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 
 .venv-test/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 	$(PYTHON) -m venv .venv-test
-	.venv-test/bin/python -m pip install -q $(TORCH) -e '.[test]'
+	.venv-test/bin/python -m pip install -q --no-compile $(TORCH) -e '.[test]'
 	touch $@
 
 # Without the options of `make test`, which names this file.
@@ -130,7 +131,7 @@ $(VENV)/.installed: setup.cfg setup.py conf/constraints-cpu.txt
 	JDK_JAVA_OPTIONS="$(JAVA_OPTIONS)" PYTHONPATH=tests $*/bin/python -m support.spark_classes $@
 
 $(VENV)/.docs: $(VENV)/.installed
-	$(VENV)/bin/python -m pip install -q $(TORCH) -e '.[docs]'
+	$(VENV)/bin/python -m pip install -q --no-compile $(TORCH) -e '.[docs]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.installed
@@ -139,7 +140,7 @@ $(VENV)/.bench: $(VENV)/.installed
 
 $(VENV35)/.installed: setup.cfg setup.py conf/constraints-cpu.txt $(SPARK35)
 	$(PYTHON) -m venv $(VENV35)
-	$(VENV35)/bin/python -m pip install -q $(TORCH) -c $(SPARK35) -e '.[test]'
+	$(VENV35)/bin/python -m pip install -q --no-compile $(TORCH) -c $(SPARK35) -e '.[test]'
 	touch $@
 
 # The newest that pip finds; PIP_CONFIG_FILE=/dev/null if this machine's pip is configured otherwise.

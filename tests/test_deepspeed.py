@@ -154,7 +154,7 @@ def test_a_stage_trains_with_its_own_class(
     check(ranks.run_all(train_by_command_line), stage)
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_the_program_of_the_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,7 +108,7 @@ def test_local_runs_work(python: str, tmp_path: Path) -> None:
 
 @pytest.mark.spark
 @needs_java
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_runs_work_if_the_python_of_executors_has_such_a_user(
     run_driver: RunDriver, python: str
 ) -> None:

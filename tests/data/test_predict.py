@@ -431,7 +431,7 @@ def test_bad_input_is_an_error_before_the_job(data: Any, spark: Any) -> None:
         predict(spark.readStream.format("rate").load(), load_linear, columns="value")
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_pysparks_function_loads_a_model_once(spark: Any, tmp_path: Path) -> None:
     from pyspark.sql.types import ArrayType, DoubleType
 

@@ -72,7 +72,7 @@ def read_and_report(config: dict[str, Any]) -> None:
     ("local_mode", "sizes"),
     [
         (True, (2, 3, 1)),
-        pytest.param(False, (2, 4, 1), marks=pytest.mark.slow(ci=True)),
+        pytest.param(False, (2, 4, 1), marks=pytest.mark.slow),
     ],
 )
 def test_after_kills_each_row_is_read_once_on_other_numbers_of_ranks(

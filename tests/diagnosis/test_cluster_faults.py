@@ -112,7 +112,7 @@ def test_executors_that_reach_only_the_port_of_rank_0(application: Application) 
     assert "rank_ports" in check["fix"]
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_a_blocked_port_of_the_driver(application: Application, hub: Machine) -> None:
     application.one.lose(hub)
     try:

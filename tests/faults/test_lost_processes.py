@@ -23,7 +23,6 @@ WHY_NOT = why_not_apart()
 needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
-IN_CI = ("driver", "executor", "rank")
 in_both_ways = pytest.mark.parametrize(
     "settings", ["", ", barrier=False"], ids=["barrier", "ordinary"]
 )
@@ -39,8 +38,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @needs_namespaces
-@in_both_ways
-@pytest.mark.slow(ci=True)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param("", id="barrier", marks=pytest.mark.slow(ci=True)),
+        pytest.param(", barrier=False", id="ordinary"),
+    ],
+)
 def test_a_partitioned_node_ends_the_run_and_stops_its_ranks(
     cluster: Cluster, tmp_path: Path, settings: str
 ) -> None:
@@ -68,8 +72,8 @@ def test_a_partitioned_node_ends_the_run_and_stops_its_ranks(
 @pytest.mark.parametrize(
     "role",
     [
-        *(pytest.param(role, marks=pytest.mark.slow(ci=True)) for role in IN_CI),
-        *("agent", "driver_jvm", "zygote"),
+        *(pytest.param(role, marks=pytest.mark.slow(ci=True)) for role in ("driver", "executor")),
+        *("agent", "driver_jvm", "rank", "zygote"),
     ],
 )
 @in_both_ways

@@ -89,7 +89,7 @@ def facts_of(
     return found
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_executors_come_with_a_run_and_go_after_it(run_driver: RunDriver) -> None:
     lines = """
 facts["before"] = executors()

@@ -28,7 +28,7 @@ RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.mark.parametrize(
     "distribute",
-    ["local", pytest.param("cluster", marks=[pytest.mark.slow(ci=True), pytest.mark.spark])],
+    ["local", pytest.param("cluster", marks=[pytest.mark.slow, pytest.mark.spark])],
     indirect=True,
 )
 def test_ranks_log_to_one_run_made_for_the_job(

@@ -44,10 +44,9 @@ def why_no_more(session: Session) -> str:
     if session.is_connect or session.is_local_master:
         return ""
     executors, size = Executors(session), executor_size(session)
-    count = executors.count()
     most = session.conf(MAX_EXECUTORS) if session.allocates_dynamically else None
     limit = f" Spark asks for {most} at most ({MAX_EXECUTORS})." if most else ""
-    if not count:
+    if not (count := executors.count()):
         return (
             f"No executor has registered. Each asks for {size}.{limit} No machine may have that "
             "much free, another application may hold it, or executors end as they start, most "
