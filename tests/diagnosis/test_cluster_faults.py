@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Cluster, Driver, cluster_on
-from support.doctor import EXAMINE, ONCE, Found, examined, found_in
+from support.doctor import EXAMINE, Found
 from support.machines import Machine, machines_apart, why_not_apart, why_not_mounted
 
 pytestmark = [pytest.mark.slow, pytest.mark.spark]
@@ -53,7 +53,7 @@ class Application:
 
     def examine(self, **settings: object) -> Found:
         self._driver.send(settings)
-        return found_in(self._driver.receive("report")["report"])
+        return Found(self._driver.receive("report")["report"]["checks"])
 
     def only(self, name: str, **settings: object) -> dict[str, str]:
         """Examine, and return the one check that has failed."""
@@ -167,7 +167,9 @@ spark.sparkContext.setLogLevel("OFF")
 
 
 def test_an_interpreter_that_does_not_exist(cluster: Cluster) -> None:
-    found = examined(cluster, NO_PYTHON + EXAMINE + ONCE, with_spark=False)
+    source = NO_PYTHON + EXAMINE + "\nexamine()\n"
+    with cluster.driver(source, with_spark=False, **{"spark.cores.max": "2"}) as driver:
+        found = Found(driver.receive("report")["report"]["checks"])
 
     assert found.having("failure").keys() == {"run"}, found.text
     check = found.having("failure")["run"]

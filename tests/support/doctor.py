@@ -7,9 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-from support.cluster import Cluster
+from typing import NamedTuple
 
 SECONDS = 200.0
 EXAMINE = """
@@ -19,11 +17,10 @@ def examine(**settings):
     send(report=json.loads(report.to_json()))
 """
 """Defines the examination in a driver program."""
-ONCE = "\nexamine()\n"
 
 
 class Found(NamedTuple):
-    """The checks of one report."""
+    """The checks of one report, and the command's exit code."""
 
     checks: list[dict[str, str]]
     exit_code: int = 0
@@ -51,18 +48,4 @@ def doctor(
         timeout=SECONDS,
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    return found_in(json.loads(done.stdout), done.returncode)
-
-
-def found_in(report: dict[str, Any], exit_code: int = 0) -> Found:
-    """Return the checks of a report that was converted to JSON."""
-    return Found(report["checks"], exit_code)
-
-
-def examined(
-    cluster: Cluster, source: str = EXAMINE + ONCE, *, with_spark: bool = True, **conf: str
-) -> Found:
-    """Examine in a Spark application of its own, which the source creates if not `with_spark`."""
-    conf = {"spark.cores.max": "2", **conf}
-    with cluster.driver(source, with_spark=with_spark, **conf) as driver:
-        return found_in(driver.receive("report")["report"])
+    return Found(json.loads(done.stdout)["checks"], done.returncode)
