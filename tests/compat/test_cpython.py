@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
 from multiprocessing.process import current_process
@@ -26,6 +28,25 @@ def test_multiprocessing_uses_another_folder(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(process, "_config", dict(process._config))
         cpython.set_multiprocessing_folder("/the/folder")
         assert get_temp_dir() == "/the/folder"
+
+
+FINALIZERS = """
+import weakref
+from distributor._compat.cpython import disable_exit_finalizers
+
+class Owner: pass
+
+owners = Owner(), Owner()
+weakref.finalize(owners[0], print, "before")
+disable_exit_finalizers()
+weakref.finalize(owners[1], print, "after")
+"""
+
+
+def test_finalizers_are_disabled() -> None:
+    with relies_on("Python", "weakref.finalize._registry", "cpython.disable_exit_finalizers"):
+        printed = subprocess.check_output([sys.executable, "-c", FINALIZERS], text=True)
+        assert printed == "after\n"
 
 
 def test_a_warning_is_ignored_on_one_thread() -> None:
