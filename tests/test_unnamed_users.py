@@ -90,12 +90,19 @@ def check(facts: dict[str, object]) -> None:
     assert str(facts["failed"]).startswith("no such thing")
 
 
-CACHE = "from distributor.node.environment import cache; print(cache.cache_folder({}))"
+FOLDERS = """
+from distributor.node.environment import cache
+from distributor.node.process import scratch
+print(cache.cache_folder({}), scratch.new_scratch_path())
+"""
 
 
-def test_environments_are_kept_in_a_temporary_folder(python: str, tmp_path: Path) -> None:
-    done = subprocess.run([python, "-c", CACHE], capture_output=True, text=True, timeout=100)
-    assert done.stdout == f"{tmp_path}/distributor-{USER}\n", done.stderr
+def test_the_folders_of_such_a_user_are_temporary(python: str, tmp_path: Path) -> None:
+    done = subprocess.run([python, "-c", FOLDERS], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    environments, scratch = done.stdout.split()
+    assert environments == f"{tmp_path}/distributor-{USER}"
+    assert scratch.startswith(f"{tmp_path}/pymp-")
 
 
 @pytest.mark.slow
