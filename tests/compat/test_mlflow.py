@@ -1,10 +1,15 @@
-"""Canaries for what `distributor._compat.mlflow` uses of MLflow that no other test would notice."""
+"""The private names of MLflow that this package uses exist, and do what it needs of them."""
 
 from __future__ import annotations
 
 import http.server
+import importlib
+import inspect
 import os
+import subprocess
+import sys
 import threading
+from typing import Any
 
 import pytest
 from support.canary import relies_on
@@ -44,6 +49,37 @@ def test_the_default_experiment_is_the_one_that_was_set(
         mlflow.set_tracking_uri(None)
 
 
+ENDINGS = {
+    "": "FINISHED",
+    "compat.keep_run_open_at_exit()": "RUNNING",
+    "compat.keep_run_open_at_exit(); compat.end_run_at_exit()": "FINISHED",
+}
+"""The status of a run after its process has made these calls and exited."""
+START_RUNS = f"""
+import os, sys
+import mlflow
+import mlflow.store.tracking.sqlalchemy_store  # once, before the forks
+from distributor._compat import mlflow as compat
+
+mlflow.set_tracking_uri(sys.argv[1])
+for calls in {list(ENDINGS)!r}:
+    if not os.fork():
+        print(mlflow.start_run().info.run_id, flush=True)
+        exec(calls)
+        sys.exit()
+    _, status = os.wait()
+    assert status == 0
+"""
+
+
+def test_mlflow_ends_a_run_by_an_exit_handler_that_can_be_removed(database: str) -> None:
+    client = mlflow.MlflowClient(database)
+    with relies_on("mlflow", "tracking.fluent._safe_end_run", "mlflow.keep_run_open_at_exit"):
+        program = [sys.executable, "-c", START_RUNS, database]
+        ids = subprocess.check_output(program, text=True).split()
+        assert [client.get_run(each).info.status for each in ids] == list(ENDINGS.values())
+
+
 class Workspace(http.server.BaseHTTPRequestHandler):
     """A host that does not describe itself: a Databricks client asks for that first."""
 
@@ -64,3 +100,30 @@ def test_databricks_credentials_are_resolved(monkeypatch: pytest.MonkeyPatch) ->
         with relies_on("mlflow", what, "mlflow.databricks_credentials"):
             assert compat.databricks_credentials("databricks") == (host, "t0ken")
         workspace.shutdown()
+
+
+def test_operations_that_log_nothing_are_finished() -> None:
+    what = "utils.async_logging.run_operations.RunOperations"
+    with relies_on("mlflow", what, "mlflow.finished_operations"):
+        operations: Any = compat.finished_operations()
+        operations.wait()
+
+
+REGISTRIES = {
+    "mlflow.tracking.registry": ("StoreRegistry", "get_store_builder", "store_uri"),
+    "mlflow.store.artifact.artifact_repository_registry": (
+        "ArtifactRepositoryRegistry",
+        "get_artifact_repository",
+        "artifact_uri",
+    ),
+}
+
+
+@pytest.mark.parametrize("module", REGISTRIES)
+def test_stores_are_made_by_the_registries_that_ranks_change(module: str) -> None:
+    """These names are public, but MLflow documents them only for authors of plugins."""
+    owner, name, parameter = REGISTRIES[module]
+    importlib.import_module("mlflow")
+    with relies_on("mlflow", f"{module}.{owner}.{name}", "mlflow"):
+        found = getattr(getattr(sys.modules[module], owner), name)
+        assert list(inspect.signature(found).parameters)[1] == parameter

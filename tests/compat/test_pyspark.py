@@ -1,13 +1,16 @@
-"""Canaries for what `distributor._compat.pyspark` uses of Spark and few tests would notice."""
+"""Canaries for what `distributor._compat.pyspark` uses of PySpark and Spark."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import re
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from support.canary import relies_on
 from support.waiting import until
 
 from distributor._compat import pyspark as private
+from distributor._compat import pyspark_ml
 from distributor._compat.spark_executor import executor_of
 
 pytestmark = [pytest.mark.repository, pytest.mark.spark, needs_java]
@@ -34,6 +38,16 @@ def context(spark: Any) -> Any:
         seconds=120,
     )
     return spark.sparkContext
+
+
+def unchanged_rows(spark: Any) -> Any:
+    """Plan a job that returns its rows; its function is local, so that it is pickled by value."""
+
+    def same(batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+
+    with private.python_executable(spark.sparkContext, sys.executable):
+        return spark.range(0, 1, numPartitions=1).mapInArrow(same, "id long")
 
 
 def test_slots_and_executors_are_counted(context: Any) -> None:
@@ -142,6 +156,51 @@ def test_arrivals_at_barriers_are_counted(spark: Any, context: Any, tmp_path: Pa
         job.join()
 
 
+def test_a_function_runs_with_another_interpreter(spark: Any, context: Any) -> None:
+    usual = context.pythonExec
+    with private.python_executable(context, "/no/such/python"):
+        frame = spark.range(0, 1, numPartitions=1).mapInArrow(lambda batches: batches, "id long")
+    with relies_on("pyspark", "SparkContext.pythonExec", "pyspark.python_executable"):
+        assert context.pythonExec == usual
+        with pytest.raises(Exception, match="/no/such/python"):
+            frame.collect()
+    with relies_on("pyspark", "SparkContext._temp_dir", "pyspark.temporary_folder"):
+        assert Path(private.temporary_folder(context)).is_dir()
+
+
+def test_files_of_spark_are_found_in_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyspark import SparkFiles
+
+    with relies_on("pyspark", "what SparkFiles knows in a worker", "pyspark.find_spark_files"):
+        for name in ("_root_directory", "_is_running_on_worker"):
+            monkeypatch.setattr(SparkFiles, name, getattr(SparkFiles, name))
+        assert SparkFiles.__module__ in private.MODULES_OF_SPARK_FILES
+        private.find_spark_files(sys.modules[SparkFiles.__module__], "/folder")
+        assert SparkFiles.get("name") == "/folder/name"
+
+
+def test_a_job_keeps_its_call_site(spark: Any, context: Any) -> None:
+    names: list[str] = []
+    tracker = context.statusTracker()
+
+    def collect() -> None:
+        context.addJobTag("call site")
+        context.setLocalProperty(private.CALL_SITE, "train.py:42")
+        context.setLocalProperty(private.CALL_SITE_DETAILS, "train at train.py:42")
+        frame = unchanged_rows(spark)
+        private.keep_call_site(frame)
+        frame.collect()
+        jobs = map(tracker.getJobInfo, private.jobs_with_tag(context, "call site"))
+        names.extend(tracker.getStageInfo(stage).name for job in jobs for stage in job.stageIds)
+
+    thread = threading.Thread(target=collect)  # local properties are the thread's
+    thread.start()
+    thread.join()
+    what = "DataFrame._sc, SparkContext._jsc.setCallSite or the local properties of call sites"
+    with relies_on("pyspark", what, "pyspark.keep_call_site"):
+        assert set(names) == {"train.py:42"}
+
+
 def test_the_log_is_recorded_and_messages_are_dropped(context: Any) -> None:
     name, without = private.APPLICATION_LOGGER, "distributor.canary.without.a.level"
     with relies_on("pyspark", "the JVM's Log4j 2", "pyspark.RecordedLog and drop_messages"):
@@ -172,3 +231,93 @@ def test_py4j_logs_interrupted_calls() -> None:
         source = inspect.getsource(java_gateway) + inspect.getsource(clientserver)
         texts = [text for texts in private.INTERRUPTED.values() for text in texts]
         assert [text for text in texts if f'"{text}"' not in source] == []
+
+
+def test_the_progress_bar_can_be_hidden(
+    context: Any, run_driver: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    what = "SparkContext.progressBar of the JVM, or ConsoleProgressBar.lastFinishTime"
+    with relies_on("pyspark", what, "pyspark.ProgressBar"):
+        assert private.progress_bar(context) is None
+        done = run_driver(
+            """
+            import os, sys, time
+            from pyspark import SparkConf, SparkContext
+            from distributor._compat.pyspark import progress_bar
+
+            os.environ["PYSPARK_PYTHON"] = sys.executable
+            conf = SparkConf().setMaster("local[1]").setAppName("tests")
+            conf.set("spark.ui.enabled", "false").set("spark.ui.showConsoleProgress", "true")
+            context = SparkContext(conf=conf)
+            bar = progress_bar(context)
+            bar.hide(60)
+            for _ in range(2):
+                print("JOB", file=sys.stderr, flush=True)
+                context.parallelize([2], 1).map(time.sleep).collect()
+            """
+        )
+        _, hidden, shown = done.stderr.split("JOB\n")
+        assert "[Stage" not in hidden
+        assert "[Stage" in shown
+
+
+def test_pandas_3_makes_pyspark_warn(spark: Any) -> None:
+    pandas = pytest.importorskip("pandas")
+    if int(pandas.__version__.partition(".")[0]) < 3 or spark.version.startswith("4.0."):
+        pytest.skip("PySpark 4.1 and later warn of pandas 3")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        unchanged_rows(spark)
+    with relies_on("pyspark", "its warning of pandas 3", "pyspark.PANDAS_WARNING"):
+        (message,) = {str(each.message) for each in shown if each.category is FutureWarning}
+        assert re.match(private.PANDAS_WARNING, message)
+
+
+@pytest.mark.skipif(find_spec("grpc") is None, reason="Spark Connect is not installed")
+def test_a_connect_session_is_recognized(spark: Any) -> None:
+    from pyspark.sql.connect.session import SparkSession
+
+    with relies_on("pyspark", "the module of Connect's session", "pyspark.is_connect_session"):
+        assert private.is_connect_session(SparkSession.__new__(SparkSession))
+        assert not private.is_connect_session(spark)
+
+
+def test_schemas_of_arrow_and_of_spark(spark: Any) -> None:
+    import pyarrow as pa
+    from pyspark.sql.types import LongType, StructType, TimestampNTZType, TimestampType
+
+    spark_schema = StructType().add("id", LongType())
+    spark_schema = spark_schema.add("t", TimestampType()).add("local", TimestampNTZType())
+    fields = [("id", pa.int64()), ("t", pa.timestamp("us", "UTC")), ("local", pa.timestamp("us"))]
+    arrow_schema = pa.schema(fields)
+    with relies_on("pyspark", "pandas.types.to_arrow_schema", "pyspark.arrow_schema"):
+        assert private.arrow_schema(spark_schema).equals(arrow_schema)
+    with relies_on("pyspark", "pandas.types.from_arrow_schema", "pyspark.spark_schema"):
+        assert private.spark_schema(arrow_schema) == spark_schema
+    with relies_on("pyspark", "types._parse_datatype_string", "pyspark.parse_type"):
+        assert private.parse_type("id long") == StructType().add("id", LongType())
+        assert private.parse_type("bigint") == LongType()
+
+
+def test_stages_of_spark_ml_have_params(spark: Any) -> None:
+    from pyspark.ml.param import TypeConverters
+    from pyspark.ml.param.shared import HasMaxIter
+
+    class Stage(HasMaxIter):
+        size = pyspark_ml.param("size", "a size.", TypeConverters.toInt)
+
+    what = "Params._dummy, _setDefault, _set, _copyValues and _resetUid"
+    with relies_on("pyspark", what, "pyspark_ml"):
+        one, other = Stage(), Stage()
+        pyspark_ml.set_params(one, {"size": 1}, {"maxIter": 2, "size": None})
+        pyspark_ml.copy_params(one, other)
+        assert other.uid == one.uid
+        assert other.extractParamMap() == {one.size: 1, one.maxIter: 2}
+        pyspark_ml.reset_uid(other, "stage")
+        assert {param.parent for param in other.params} == {"stage"}
+
+
+def test_paths_are_in_sparks_file_system(context: Any) -> None:
+    with relies_on("pyspark", "SparkContext._jvm and _jsc", "pyspark_ml.qualified"):
+        assert pyspark_ml.qualified(context, "/a/b c%20d") == "file:///a/b%20c%2520d"
+        assert pyspark_ml.qualified(context, "file:///a") == "file:///a"

@@ -1,28 +1,231 @@
-"""A canary for what `distributor._compat.torch` uses of torch that no other test would notice."""
+"""Canaries for what `distributor._compat.torch` uses of torch."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import socket
 import subprocess
 import sys
+import weakref
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.canary import relies_on
 
-from distributor._compat import torch as private
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from distributor._compat import torch as private  # noqa: E402
 
 pytestmark = pytest.mark.repository
 
-PROGRAM = """
-import sys, torch
-parameter = torch.nn.Parameter(torch.ones(1))
-before = set(sys.modules)
-torch.optim.SGD([parameter], lr=1.0)
-print(*set(sys.modules) - before)
-"""
+
+def test_storages_of_tensors_are_taken_apart_and_made_again() -> None:
+    tensor = torch.arange(4, dtype=torch.int32)
+    with relies_on("torch", "TypedStorage", "torch.typed_storage"):
+        # What the pickle of a tensor refers to.
+        usual, (typed, *_) = tensor.__reduce_ex__(5)
+        assert private.is_typed_storage(typed)
+        untyped = private.untyped_storage(typed)
+        assert untyped.data_ptr() == tensor.data_ptr()
+        assert not private.is_typed_storage(untyped)
+        again = private.typed_storage(untyped, torch.int32)
+        assert again.dtype == torch.int32
+        assert private.untyped_storage(again).data_ptr() == tensor.data_ptr()
+        assert not private.is_rebuilder_of_bytes(usual)
+
+    tensor = torch.arange(4).to(torch.float8_e5m2)
+    with relies_on("torch", "_rebuild_tensor_v3", "torch.rebuild_tensor_of_bytes"):
+        function, (storage, *rest) = tensor.__reduce_ex__(5)
+        assert private.is_rebuilder_of_bytes(function)
+        assert storage.data_ptr() == tensor.data_ptr()
+        again = private.rebuild_tensor_of_bytes(storage, *rest)
+        assert again.float().tolist() == [0, 1, 2, 3]
+        assert again.data_ptr() == tensor.data_ptr()
 
 
 def test_an_optimizer_imports_what_is_preloaded() -> None:
+    program = (
+        "import sys, torch\n"
+        "parameter = torch.nn.Parameter(torch.ones(1))\n"
+        "before = set(sys.modules)\n"
+        "torch.optim.SGD([parameter], lr=1.0)\n"
+        "print(*set(sys.modules) - before)\n"
+    )
     with relies_on("torch", "what the first optimizer imports", "torch.OPTIMIZER_IMPORTS"):
-        command = [sys.executable, "-c", PROGRAM]
+        command = [sys.executable, "-c", program]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         assert set(private.OPTIMIZER_IMPORTS) <= set(done.stdout.split())
+
+
+def test_logs_and_debug_level_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, level = logging.getLogger("torch.distributed"), dist.get_debug_level()
+    with relies_on("torch", "_logging._internal._init_logs", "torch.read_log_variables"):
+        monkeypatch.setenv("TORCH_LOGS", "+distributed")
+        private.read_log_variables()
+        assert logger.getEffectiveLevel() == logging.DEBUG
+        monkeypatch.setenv("TORCH_LOGS", "-distributed")
+        private.read_log_variables()
+        assert logger.getEffectiveLevel() == logging.ERROR
+    with relies_on("torch", "set_debug_level_from_env", "torch.read_debug_level"):
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+        private.read_debug_level()
+        assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+        dist.set_debug_level(level)
+
+
+def test_a_store_is_served_on_a_socket_that_exists() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with relies_on("torch", "TCPStore's master_listen_fd", "torch.serve_store"):
+        store = private.serve_store("127.0.0.1", port, listener.detach())
+        client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        client.set("key", "value")
+        assert store.get("key") == b"value"
+    with relies_on("torch", "the error of a store whose server has gone", "torch.LOST_CONNECTION"):
+        del store
+        with pytest.raises(RuntimeError) as lost:
+            client.get("key")
+        assert any(sign in str(lost.value).lower() for sign in private.LOST_CONNECTION), lost.value
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
+    reason=f"torch {torch.__version__} for CPUs has no flight recorder",
+)
+def test_the_flight_recorder_has_the_last_collectives() -> None:
+    program = (
+        "import json, torch, torch.distributed as dist\n"
+        "from distributor._compat.torch import recorded_collectives\n"
+        "assert recorded_collectives() == []\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(3))\n"
+        "print(json.dumps(recorded_collectives()))\n"
+        "dist.destroy_process_group()\n"  # otherwise its threads end with the interpreter
+    )
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "10"}
+    with relies_on("torch", "_dump_fr_trace_json", "torch.recorded_collectives"):
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        [entry] = json.loads(done.stdout)
+        assert entry["profiling_name"] == "gloo:all_reduce"
+        assert (entry["collective_seq_id"], entry["input_sizes"]) == (1, [[3]])
+        assert entry["process_group"][-1] == "default_pg"
+        assert {"retired", "state"} <= entry.keys()
+
+
+def test_groups_are_found_and_a_ddp_model_refers_to_what_frees_its_own() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with relies_on("torch", "_world.pg_map", "torch.process_groups"):
+            assert private.process_groups(dist.distributed_c10d) == [dist.group.WORLD]
+        what = "DistributedDataParallel's reducer, logger and process_group"
+        with relies_on("torch", what, "torch.keep_groups_of_models"):
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+            assert weakref.ref(model.reducer)() is model.reducer
+            assert weakref.ref(model.logger)() is model.logger
+            assert model.process_group is not None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torch_asks_for_the_host_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    asked = []
+
+    def choose(host: str, port: int) -> str:
+        asked.append((host, port))
+        return "127.0.0.1"
+
+    rendezvous = sys.modules["torch.distributed.rendezvous"]
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
+    monkeypatch.setattr(private, "_kept_stores", [])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # torch 2.4 reads it, and ranks have it
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    what = "_create_c10d_store, or when it reads TORCHELASTIC_USE_AGENT_STORE"
+    with relies_on("torch", what, "torch.choose_store"):
+        private.choose_store(rendezvous, choose)
+        for init_method in ("env://", f"tcp://no-such-host:{store.port}"):
+            dist.init_process_group("gloo", init_method, rank=0, world_size=1)
+            dist.destroy_process_group()
+        assert asked == [("no-such-host", store.port)] * 2
+
+
+def test_each_initialization_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = dist.distributed_c10d
+    monkeypatch.setattr(module, "_new_process_group_helper", module._new_process_group_helper)
+    what = "_new_process_group_helper, or its arguments for the default process group"
+    with relies_on("torch", what, "torch.separate_initializations"):
+        private.separate_initializations(module)
+        store, values = dist.HashStore(), []
+        for number in range(3):
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            used = module._get_default_store()
+            values.append(used.compare_set("key", "", str(number)))
+            dist.new_group([0])
+            dist.destroy_process_group()
+        assert values == [b"0", b"1", b"2"]
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        dist.destroy_process_group()
+
+
+def test_torch_starts_processes_in_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["torch.multiprocessing.spawn"]
+    for each in (module, torch.multiprocessing):
+        monkeypatch.setattr(each, "start_processes", each.start_processes)
+    wrapped = []
+
+    def wrap(function: Any) -> Any:
+        wrapped.append(function)
+        return print
+
+    with relies_on("torch", "start_processes", "torch.wrap_spawned"):
+        private.wrap_spawned(module, wrap)
+        torch.multiprocessing.spawn(len, nprocs=1)
+        torch.multiprocessing.start_processes(max, nprocs=1, start_method="fork")
+        assert wrapped == [len, max]
+
+
+def test_subclasses_of_the_distributed_sampler_call_its_constructor() -> None:
+    module = sys.modules["torch.utils.data.distributed"]
+    share, other = [0, 1, 2], [0, 1, 2, 3]
+    sampler = torch.utils.data.SequentialSampler(share)
+
+    class Changed(module.DistributedSampler):  # type: ignore[name-defined,misc]
+        """With a constructor that can be changed."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class DatasetOfSampler(list[int]):
+        """As Lightning's, whose dataset is a sampler."""
+
+        _sampler = sampler
+
+    with relies_on("torch", "DistributedSampler's constructor", "torch.keep_shares_whole"):
+        private.keep_shares_whole(
+            SimpleNamespace(DistributedSampler=Changed),  # type: ignore[arg-type]
+            is_share=lambda dataset: dataset is share,
+        )
+        ranks = {"num_replicas": 2, "rank": 1, "shuffle": False}
+        assert list(Changed(share, **ranks)) == [0, 1, 2]
+        assert list(Changed(DatasetOfSampler(sampler), **ranks)) == [0, 1, 2]
+        assert list(Changed(other, **ranks)) == [1, 3]
+
+
+def test_lightning_wraps_samplers_as_datasets() -> None:
+    distributed = pytest.importorskip("lightning.fabric.utilities.distributed")
+    sampler = torch.utils.data.SequentialSampler([1, 2])
+    with relies_on("lightning", "_DatasetSamplerWrapper", "torch.keep_shares_whole"):
+        wrapper = distributed.DistributedSamplerWrapper(sampler, num_replicas=2, rank=0)
+        assert isinstance(wrapper, torch.utils.data.DistributedSampler)
+        assert wrapper.dataset._sampler is sampler
