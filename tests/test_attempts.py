@@ -17,7 +17,12 @@ from support.ranks import Distribute
 from support.waiting import until
 
 from distributor import TorchDistributor, UnpicklableError, WorkerDied
+from distributor.control.run import Attempt, Run
 from distributor.policies import retry_policy
+from distributor.programs.programs import program_of
+from distributor.run.settings import Settings
+from distributor.run.spec import RunSpec
+from distributor.serialization.outcome import Origin, death
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -98,6 +103,24 @@ def test_a_failure_that_would_repeat_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(UnpicklableError):
         TorchDistributor(1, use_gpu=False, max_failures=5).run(return_a_lock, tmp_path)
     assert begun(tmp_path) == ["0-0"]
+
+
+@pytest.mark.parametrize(
+    ("number", "limits", "is_followed"),
+    [(5, (1, None), True), (0, (0, None), False), (0, (0, 1), True), (0, (9, 0), False)],
+)
+def test_an_attempt_that_limits_let_follow(
+    number: int, limits: tuple[int, int | None], is_followed: bool
+) -> None:
+    """Resizes are attempts too, but no failures; preemptions have a limit of their own."""
+    settings = Settings(max_failures=limits[0], max_preemption_failures=limits[1])
+    spec = RunSpec(
+        program=program_of(print, (), {}), num_processes=1, min_processes=1, settings=settings
+    )
+    killed = death(Origin(rank=0, local_rank=0, host="here"), signum=signal.SIGKILL)
+    run, preempted = Run(spec=spec), {"here": [0]}
+    attempt = Attempt(run=run, number=number, num_ranks=1, failures=[killed], preempted=preempted)
+    assert attempt.may_be_followed == is_followed
 
 
 def test_pauses_grow_while_attempts_fail_quickly() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from support.waiting import assert_gone, until
 
 import distributor
 from distributor import ExecutorNotReady, TorchDistributor
+from distributor.node.environment import installer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 OURS = "iniconfig"
@@ -274,3 +276,15 @@ def test_ranks_have_other_versions_than_sparks_own_python(tmp_path: Path) -> Non
     assert re.match(differ, report["newest"]), report["newest"]
     assert "'gadget==...'" in report["newest"]
     assert report["pinned"] == ["2.0"] * 2
+
+
+def test_pips_options_are_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installer, "OPTIONS_SECONDS", 0.2)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 10")
+    python.chmod(0o755)
+    began = time.monotonic()
+    assert installer._pip_options(python, os.environ) == set()
+    assert time.monotonic() < began + 5

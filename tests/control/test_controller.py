@@ -27,6 +27,8 @@ from distributor.errors import (
 )
 from distributor.launchers.spark import task_starts
 from distributor.launchers.spark.task_starts import TaskStarts
+from distributor.node.agent.share import NodeShare
+from distributor.node.node import Node
 from distributor.policies.deadlines import UNLINKED_SECONDS
 from distributor.programs.programs import program_of
 from distributor.run.settings import Settings
@@ -37,10 +39,12 @@ from distributor.wire.link import Link
 from distributor.wire.messages import (
     Heartbeat,
     Idle,
+    NodeDone,
     NodeUp,
     Preempted,
     Preparing,
     RanksStarted,
+    Release,
     Rendezvous,
     StackRequest,
     Stacks,
@@ -344,6 +348,20 @@ def test_ranks_that_have_not_started_end_the_run_at_start_timeout(
     assert isinstance(error, StartTimeout)
     assert str(error) == "After start_timeout, still starting: rank 2 on host2."
     assert run.cancelled
+
+
+def test_a_message_of_unknown_type_is_ignored_on_both_sides(run: FollowedRun) -> None:
+    nodes = nodes_with_rendezvous(run)
+    nodes[0].send("unknown")
+    for node in nodes:
+        node.send(RanksStarted())
+        node.send(NodeDone())
+    for node in nodes:
+        assert node.receive() == Release()
+        node.close()
+    assert run.end() == []
+    node_of_driver = Node(NodeShare(run_id="run", host="host0", ranks_per_node=1, secret=SECRET))
+    node_of_driver.receive("unknown")
 
 
 def test_a_run_without_a_link_ends_a_minute_after_its_timeout(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,3 +65,12 @@ def test_the_result_is_independent_of_chunk_boundaries(
 
 def test_the_possible_beginning_of_a_secret_is_shown_when_the_stream_ends() -> None:
     assert shown({"TOKEN": "abcdef"}, [b"ends with abc", b""]) == b"ends with abc"
+
+
+def test_the_cost_of_a_long_secret_is_not_quadratic() -> None:
+    secret = "".join(random.Random(1).choices("abcdefgh", k=400_000))
+    redaction, data = Redaction({"A_TOKEN": secret}), secret[:-1].encode()
+    began = time.process_time()
+    assert redaction.of_stream(data, last=False) == (b"", 0)
+    assert redaction.of_stream(data[1:], last=False)[1] > len(data) - 100
+    assert time.process_time() - began < 0.5, "seconds to compare all beginnings"

@@ -24,7 +24,7 @@ import torch
 from conftest import facts_in, needs_java
 from support.canary import relies_on
 
-from distributor.data import from_parquet, predict, predict_batch_udf
+from distributor.data import from_parquet, predict, predict_batch_udf, shared_model
 from distributor.data.outputs import to_arrow, type_of
 from distributor.errors import UnpicklableError
 from distributor.train import Checkpoint
@@ -484,3 +484,26 @@ def test_workers_are_forked_from_a_process_that_has_imported_torch(
     with relies_on("pyspark", "pyspark.daemon.manager", "pyspark.serve_workers"):
         facts = facts_in(run_driver(IMPORTED_ONCE))
     assert facts == [True, [2 * at for at in range(10)]]
+
+
+def test_a_model_waits_only_for_the_worker_that_loads_it_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_model, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(shared_model, "LOADING_SECONDS", 0.2)
+    loading, loaded = threading.Event(), threading.Event()
+
+    def load() -> Any:
+        loading.set()
+        loaded.wait(20)
+        return torch.ones(1)
+
+    first = threading.Thread(target=shared_model.load_once, args=("first", load))
+    first.start()
+    assert loading.wait(60)
+    assert shared_model.load_once("second", lambda: torch.zeros(1)).item() == 0
+    with pytest.raises(TimeoutError, match=r"loading the model for more than 0\.2 s"):
+        shared_model.load_once("first", load)
+    loaded.set()
+    first.join(60)
+    assert shared_model.load_once("first", torch.empty).item() == 1

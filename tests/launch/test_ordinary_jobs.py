@@ -8,9 +8,10 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import cloudpickle
 import psutil
@@ -20,9 +21,11 @@ from support.ranks import my_rank
 from support.waiting import until
 
 from distributor import NodeLost, TorchDistributor
+from distributor._compat import pyspark as private
 from distributor._compat.pyspark import jobs_with_tag
 from distributor.control.cancellation import Cancellation
 from distributor.control.run import NodeEnded
+from distributor.launchers.spark.capacity import executors
 from distributor.launchers.spark.gang.gang import Gang
 from distributor.wire.hub import Hub
 from distributor.wire.link import Link
@@ -256,3 +259,14 @@ def test_the_end_of_an_earlier_attempt_is_not_that_of_the_next(tasks: Tasks) -> 
         tasks.go(task)  # which is noted after that
     assert tasks.gang.await_end(SOON)
     assert [type(ended.error) for ended in tasks.posted] == [NodeLost, NodeLost]
+
+
+def test_notices_that_spark_cannot_give_are_missed_once_and_not_silently(
+    monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(private, "executor_ids", {}.__getitem__)
+    monkeypatch.setattr(executors, "end_of", lambda spark: None)
+    session = Mock(is_connect=False, is_local_master=False)
+    assert [executors.Executors(session).leaving(None) for _ in range(3)] == [{}] * 3
+    [warning] = warned()
+    assert "is about to end, so that ranks are not notified of it (KeyError)" in warning

@@ -83,12 +83,12 @@ def test_a_folder_that_others_have_prepared_is_not_used(
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-@pytest.mark.parametrize("name", ["link/passwd", "../passwd.link"])
+@pytest.mark.parametrize("name", ["link/passwd", "../passwd.link", "to_a_file"])
 def test_a_zip_does_not_write_outside_of_its_folder(tmp_path: Path, name: str) -> None:
     archive, outside = tmp_path / "environment.zip", tmp_path / "outside"
     outside.mkdir()
     with zipfile.ZipFile(archive, "w") as file:
-        links = {"bin/link": "../lib", "link": outside}
+        links = {"bin/link": "../lib", "link": outside, "to_a_file": outside / "new"}
         for path, target in links.items():
             link = zipfile.ZipInfo(path)
             link.external_attr = (stat.S_IFLNK | 0o777) << 16

@@ -1,10 +1,21 @@
-"""The states of a node."""
+"""A node: its states, its deadline, and a rank that it cannot start."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 
+from distributor.errors import StartTimeout
+from distributor.node.agent.rank_starter import RankStarter
+from distributor.node.agent.share import NodeShare
 from distributor.node.lifecycle import NodeEvent, NodeLifecycle, NodeState
+from distributor.node.node import Node
 
 SUCCESS = (
     NodeEvent.CONNECTED,
@@ -23,6 +34,7 @@ STATES = (
     NodeState.DELIVERING,
     NodeState.DONE,
 )
+SHARE = NodeShare(run_id="run", host="here", ranks_per_node=1, secret=bytes(32))
 
 
 class NoNode:
@@ -84,3 +96,24 @@ def test_a_node_whose_run_has_failed_delivers_nothing(event: NodeEvent) -> None:
     for late_event in (NodeEvent.WORK_DONE, NodeEvent.RANKS_ENDED, NodeEvent.VALUES_DELIVERED):
         assert not lifecycle.fire(late_event)
     assert lifecycle.state in (NodeState.FAILED, NodeState.STOPPED)
+
+
+def test_what_a_node_prepares_is_part_of_start_timeout() -> None:
+    node = Node(replace(SHARE, start_timeout=2.0))
+    prepared = SimpleNamespace(software={}, warnings=())
+    time.sleep(1.9)
+    began = time.monotonic()
+    with pytest.raises(StartTimeout, match="did not come up within start_timeout"):
+        node.join(prepared, None)  # type: ignore[arg-type]
+    assert time.monotonic() < began + 1.0
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:
+    spawner = Mock(start=Mock(side_effect=OSError("no further process")))
+    with tempfile.TemporaryFile() as program:
+        starter = RankStarter(SHARE, program, spawner, None, None, lambda: None)
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="no further process") as error:
+            starter.start(0)
+        assert os.listdir("/proc/self/fd") == before, "although the error is kept"
+        assert error.traceback

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import cloudpickle
 import pytest
 
 from distributor import TorchDistributor
+from distributor.rank.import_hooks import adapt
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -54,3 +56,17 @@ def test_ranks_train_with_a_torch_whose_private_names_are_others(
     assert ranks.run(reduce) == 2
     said = capfd.readouterr().err
     assert said.count("torch.distributed.distributed_c10d could not be adapted (separate_") == 1
+
+
+def test_an_import_that_fails_and_is_tried_again_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module, values = tmp_path / "tried_again.py", list[int]()
+    adapt("tried_again", lambda module: values.append(module.value))
+    module.write_text("raise OSError('of the first import')")
+    with pytest.raises(OSError, match="of the first import"):
+        importlib.import_module("tried_again")
+    module.write_text("value = 1  # another size, since a file's time may be the same")
+    importlib.import_module("tried_again")
+    assert values == [1]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -17,6 +18,7 @@ from support.tracking_server import PRELOAD, metrics_of, mlflow, needs_mlflow, r
 from support.waiting import comes_true
 
 from distributor import TorchDistributor, runtime
+from distributor.control.graceful_shutdown import GracefulShutdown
 from distributor.core.redaction import MASK
 from distributor.tracking import run as tracking_run
 from distributor.tracking.recorder import MetricsQueue
@@ -155,6 +157,30 @@ def test_a_run_ends_although_its_store_is_slow(
     assert run.info.status == "FAILED"
     assert run.data.tags["distributor.error"] == "KeyError: 'missing'"
     assert "could not record the error: no answer within 1 s" in "\n".join(warned())
+
+
+def test_a_run_that_is_interrupted_before_it_begins_is_killed(
+    experiment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GracefulShutdown, "__enter__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        TorchDistributor(1, use_gpu=False, preload=PRELOAD).run(train, 1)
+    [run] = runs_of(experiment)
+    assert run.info.status == "KILLED"
+
+
+def test_settings_that_fail_create_no_run(
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks = TorchDistributor(1, use_gpu=False, storage_path="relative", preload=PRELOAD)
+    tmp_path.rmdir()
+    with pytest.raises(FileNotFoundError):
+        ranks.run(train, 1)
+    assert runs_of(experiment) == []
 
 
 @cluster_is_slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from support.reports import save
 from support.training import here
 
-from distributor import Listener, RunTimeout, TorchDistributor, train
+from distributor import Listener, RunTimeout, TorchDistributor, runtime, train
 from distributor.control import listeners
 from distributor.rank.messages import Progress, Reported
 from distributor.train import FailureConfig, RunConfig, UserCallback
@@ -103,8 +104,6 @@ class RecordingListener(Listener):
 
 
 def report_and_fail() -> None:
-    from distributor import runtime
-
     runtime.progress(1, 3)
     print("hello", flush=True)
     train.report({"loss": 1.5})
@@ -169,3 +168,39 @@ def test_a_run_with_a_listener_that_never_returns_can_be_cancelled(
     future = TorchDistributor(1, use_gpu=False, listeners=stuck, timeout=120).submit(sleep)
     assert future.cancel()
     stuck.resume.set()
+
+
+class Slow(RecordingListener):
+    def progressed(self, rank: int, progress: Progress) -> None:
+        time.sleep(0.1)
+        super().progressed(rank, progress)
+
+
+def report_after_much_progress() -> None:
+    for step in range(100):
+        runtime.progress(step)
+    train.report({"loss": 1.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MAX_WAITING", 10 * listeners.OVERHEAD), ("PATIENCE", 0.5)]
+)
+def test_what_a_slow_listener_does_not_receive_is_telemetry(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warned: Callable[[], list[str]],
+    name: str,
+    value: float,
+) -> None:
+    """While too much waits for it, and once the run has ended."""
+    monkeypatch.setattr(listeners, name, value)
+    monkeypatch.setattr(listeners, "SOON", 0.0)
+    slow = Slow()
+    ranks = TorchDistributor(1, use_gpu=False, storage_path=tmp_path, listeners=slow, timeout=60)
+    ranks.run(report_after_much_progress)
+    _, *progressed, reported = [call for call in slow.calls if call[0] != "printed"]
+    assert progressed == [("progressed", 0, step, None) for step in range(len(progressed))]
+    assert len(progressed) < 50
+    assert reported == ("reported", [{"loss": 1.5}], None)
+    [warning] = [each for each in warned() if "slower than the ranks" in each]
+    assert "It receives all reports" in warning

@@ -20,6 +20,7 @@ from distributor.errors import OtherRankFailed
 from distributor.rank.context import TAG_BYTES, worker_context
 from distributor.train import collective, get_context
 from distributor.train.runtime import collectives
+from distributor.train.runtime.store_channel import StoreChannel
 
 pytest.importorskip("torch")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -45,6 +46,22 @@ def test_every_rank_receives_the_object_of_rank_0_or_an_error() -> None:
 
     same = [{0: {1, 2}}, None, 20_000_000]
     assert run(receive) == [[*same, "TypeError", "next"], [*same, "OtherRankFailed", "next"]]
+
+
+def test_an_error_of_one_rank_is_not_waited_for() -> None:
+    def fail(offers: list[Any]) -> Any:
+        raise OSError("the storage is gone")
+
+    def agree() -> list[str]:
+        channel = StoreChannel.connect()
+        with pytest.raises((OSError, OtherRankFailed), match="the storage is gone") as error:
+            channel.agree("of a test", 1, fail)
+        value = {1} if channel.rank == 1 else 1
+        with pytest.raises((TypeError, DistributorError), match="set is not JSON") as other:
+            channel.agree("of another", value, len)
+        return [type(each.value).__name__ for each in (error, other)]
+
+    assert run(agree) == [["OSError", "DistributorError"], ["OtherRankFailed", "TypeError"]]
 
 
 def test_no_rank_passes_a_barrier_before_all_have_come(tmp_path: Path) -> None:
