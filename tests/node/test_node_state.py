@@ -1,4 +1,4 @@
-"""A node: its states, its deadline, and a rank that it cannot start."""
+"""A node: its states, its deadline, what it cannot start, and ranks that do not end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import tempfile
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from distributor.errors import StartTimeout
+from distributor.errors import DistributorError, StartTimeout
+from distributor.node.agent import termination
 from distributor.node.agent.rank_starter import RankStarter
 from distributor.node.agent.share import NodeShare
 from distributor.node.lifecycle import NodeEvent, NodeLifecycle, NodeState
 from distributor.node.node import Node
+from distributor.node.process.spawner import Interpreter, StartLimit
+from distributor.node.process.supervisor import start_supervisor
 
 SUCCESS = (
     NodeEvent.CONNECTED,
@@ -117,3 +121,22 @@ def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:
             starter.start(0)
         assert os.listdir("/proc/self/fd") == before, "although the error is kept"
         assert error.traceback
+
+
+def test_a_supervisor_that_cannot_be_started_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(DistributorError, match="could not be started as the supervisor") as error:
+        start_supervisor(Interpreter(executable="/bin/true", path=()), StartLimit())
+    assert os.listdir("/proc/self/fd") == before, "although the error is kept"
+    assert error.traceback
+
+
+def test_the_stacks_of_lingering_ranks_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take seconds, in which the agent does nothing else."""
+    dump = Mock(return_value={})
+    monkeypatch.setattr(termination, "dump_stacks", dump)
+    late = {"running": True, "has_lingering_warning": False, "released_at": time.monotonic() - 60}
+    workers: list[Any] = [Mock(origin=Mock(rank=rank), **late) for rank in range(3)]
+    termination.limit_lingering(workers, Mock())
+    [call] = dump.call_args_list
+    assert [*call.args[0]] == [0, 1, 2]
