@@ -68,9 +68,9 @@ def test_the_possible_beginning_of_a_secret_is_shown_when_the_stream_ends() -> N
 
 
 def test_the_cost_of_a_long_secret_is_not_quadratic() -> None:
-    secret = "".join(random.Random(1).choices("abcdefgh", k=400_000))
+    secret = "".join(random.Random(1).choices("abcdefgh", k=300_000))
     redaction, data = Redaction({"A_TOKEN": secret}), secret[:-1].encode()
     began = time.process_time()
     assert redaction.of_stream(data, last=False) == (b"", 0)
     assert redaction.of_stream(data[1:], last=False)[1] > len(data) - 100
-    assert time.process_time() - began < 0.5, "seconds to compare all beginnings"
+    assert time.process_time() - began < 0.3, "a second to compare all beginnings"

@@ -19,8 +19,7 @@ from distributor import DistributorError, TorchDistributor
 from distributor.errors import OtherRankFailed
 from distributor.rank.context import TAG_BYTES, worker_context
 from distributor.train import collective, get_context
-from distributor.train.runtime import collectives
-from distributor.train.runtime.store_channel import StoreChannel
+from distributor.train.runtime import collectives, store_channel
 
 pytest.importorskip("torch")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -53,7 +52,8 @@ def test_an_error_of_one_rank_is_not_waited_for() -> None:
         raise OSError("the storage is gone")
 
     def agree() -> list[str]:
-        channel = StoreChannel.connect()
+        store_channel.READ_SECONDS = 1.0  # for a rank that does not read an error
+        channel = store_channel.StoreChannel.connect()
         with pytest.raises((OSError, OtherRankFailed), match="the storage is gone") as error:
             channel.agree("of a test", 1, fail)
         value = {1} if channel.rank == 1 else 1
