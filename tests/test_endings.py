@@ -37,10 +37,6 @@ def leave_behind(folder: str) -> None:
     import subprocess
     from multiprocessing.shared_memory import SharedMemory
 
-    pids = [os.fork()]
-    if pids[0] == 0:
-        signal.pause()
-    pids.append(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
     reader, writer = os.pipe()
     if os.fork() == 0:  # a classic daemon
         os.setsid()
@@ -49,8 +45,12 @@ def leave_behind(folder: str) -> None:
             signal.pause()
         os.write(writer, str(daemon).encode())
         os._exit(0)
-    pids.append(int(os.read(reader, 20)))
-    segment = SharedMemory(create=True, size=1000)
+    segment = SharedMemory(create=True, size=1000)  # its tracker ends after the child below
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    session = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    pids = [child, session.pid, int(os.read(reader, 20))]
     note = Path(folder, os.environ["RANK"])
     note.with_suffix(".part").write_text(json.dumps([segment.name, [os.getpid(), *pids]]))
     note.with_suffix(".part").rename(note.with_suffix(".json"))
