@@ -146,9 +146,9 @@ def report(
         first rank that passes one counts.
     checkpoint_upload_mode : CheckpointUploadMode or str, default CheckpointUploadMode.SYNC
         SYNC: the checkpoint exists when this returns. ASYNC: this returns at once, and the files
-        are uploaded in the background, in the order of the reports. NO_UPLOAD: the checkpoint is
-        already a folder in the run's folder in storage, whose name counts, not
-        `checkpoint_dir_name`.
+        are uploaded in the background, in the order of the reports; if eight are not yet uploaded,
+        it waits for the first of them. NO_UPLOAD: the checkpoint is already a folder in the run's
+        folder in storage, whose name counts, not `checkpoint_dir_name`.
     delete_local_checkpoint_after_upload : bool, optional
         Whether to remove this rank's folder once the checkpoint exists; by default only if the mode
         is ASYNC. If storage is on the same disk, its files are then not copied. A folder in storage

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LIMITS = {
     "lines of code in distributor/": 27_780,
     "modules in distributor/": 295,
-    "lines in tests/": 29_470,
+    "lines in tests/": 29_500,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

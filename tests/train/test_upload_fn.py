@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,6 +99,25 @@ def test_a_function_that_fails_on_one_rank_fails_the_report_on_all(
         ranks(tmp_path / "runs").run(report)
     assert failed.value.rank_failures.keys() == {0, 1}  # type: ignore[attr-defined]
     assert files_in(tmp_path / "runs") == {}
+
+
+def test_a_ninth_upload_waits_for_the_first(tmp_path: Path) -> None:
+    def report() -> list[bool]:
+        may_end, returned = threading.Event(), []
+
+        def upload(saved: Checkpoint, name: str) -> Checkpoint:
+            may_end.wait()
+            return copy_to(name, saved)
+
+        for number in range(9):
+            if number == 8:
+                threading.Timer(0.5, may_end.set).start()
+            saved = save(tmp_path / "local" / str(number), "x")
+            train.report({}, saved, checkpoint_upload_mode="ASYNC", checkpoint_upload_fn=upload)
+            returned.append(may_end.is_set())
+        return returned
+
+    assert ranks(tmp_path / "runs").run(report) == [False] * 8 + [True]
 
 
 def test_ranks_may_upload_one_checkpoint_in_different_ways(tmp_path: Path) -> None:

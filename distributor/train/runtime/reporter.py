@@ -30,6 +30,7 @@ VALIDATION_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for validations if it sets no limit."""
 LATE_WARNING_SECONDS = 60.0
 """Seconds after which a rank prints which validations it is waiting for."""
+MAX_PENDING = 8  # reports in the background; more would fill the disk if uploads are slow
 POLL_SECONDS = 0.5
 """Seconds between two looks at the results of validations, which the driver writes."""
 
@@ -112,8 +113,7 @@ class Reporter:
                 f"{checkpoint.path}, which would be copied into itself, or deleted after the "
                 "upload. Save the checkpoint in a folder of its own."
             )
-        while self._pending and self._pending[0].done():
-            self._pending.pop(0).result()  # raises the error of a report in the background
+        self._wait_for_pending(MAX_PENDING - 1)
         request = ReportRequest(
             number=self._number,
             # A copy: the program may change its own. Errors are raised before other ranks wait.
@@ -202,8 +202,9 @@ class Reporter:
                 "checkpoint_upload_fn is a part of a report, and cannot make or await one."
             )
 
-    def _wait_for_pending(self) -> None:
-        while self._pending:
+    def _wait_for_pending(self, most: int = 0) -> None:
+        """Wait until no more are pending than that; an error of a report that is done is raised."""
+        while self._pending and (self._pending[0].done() or len(self._pending) > most):
             self._pending.pop(0).result()
 
 
