@@ -24,7 +24,7 @@ from hypothesis import settings
 from support.gpus import make_discovery_script, run_gpu_driver  # noqa: F401  (fixtures)
 from support.packages import variables_for
 from support.tracking_server import experiment, server  # noqa: F401  (fixtures)
-from support.waiting import until
+from support.waiting import DEADLINE, until
 from support.zygotes import modules_folder, without_torch, write_module  # noqa: F401  (fixtures)
 
 from distributor import TorchDistributor
@@ -39,8 +39,6 @@ settings.register_profile("distributor", deadline=None)  # no test fails because
 settings.load_profile("distributor")
 LOGGERS = ("distributor", "TorchDistributor", "DeepspeedTorchDistributor")
 """The loggers of this package's messages."""
-DEADLINE = 300
-"""Seconds for a driver program, Spark's start included."""
 
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
 

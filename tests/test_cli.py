@@ -19,11 +19,11 @@ from typing import Any
 
 import psutil
 import pytest
+from support.waiting import DEADLINE
 
 from distributor import TorchDistributor, __version__
 from distributor.cli import main, make_parser
 
-DEADLINE = 120
 """Seconds for one command, on a loaded machine."""
 Done = subprocess.CompletedProcess
 Cli = Callable[..., "Done[str]"]

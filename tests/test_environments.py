@@ -14,12 +14,12 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from conftest import DEADLINE, cluster_is_slow
+from conftest import cluster_is_slow
 from support.cluster import cluster_on
 from support.machines import machines_on_loopback
 from support.packages import NAME, environment, packed, wheel
 from support.ranks import Distribute
-from support.waiting import assert_gone, until
+from support.waiting import DEADLINE, assert_gone, until
 
 import distributor
 from distributor import ExecutorNotReady, TorchDistributor

@@ -15,12 +15,12 @@ import pytest
 from conftest import needs_java
 from support.cluster import Driver, cluster_on
 from support.machines import machines_on_loopback
+from support.waiting import DEADLINE
 
 from distributor.train import Result
 
 FOLDER = Path(__file__).parent / "examples"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-DEADLINE = 240
 
 
 class Expected(NamedTuple):

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEADLINE, needs_java
+from conftest import needs_java
 from support.kernels import kernel_for
-from support.waiting import assert_gone, comes_true
+from support.waiting import DEADLINE, assert_gone, comes_true
 
 from distributor.core.text import plain
 

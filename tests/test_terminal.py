@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from conftest import needs_java
+from support.waiting import DEADLINE
 
 pexpect = pytest.importorskip("pexpect")
-DEADLINE = 120
 PROGRAM = "import time; time.sleep(600)"
 
 

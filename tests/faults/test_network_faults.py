@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cluster import DEADLINE, Cluster, cluster_on
+from support.cluster import Cluster, cluster_on
 from support.machines import machines_apart, why_not_apart
-from support.waiting import assert_gone, until
+from support.waiting import DEADLINE, assert_gone, until
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

@@ -50,7 +50,7 @@ def until(condition):
         time.sleep(0.1)
 
 def ranks(number=2, **settings):
-    settings = {"start_timeout": 100, "timeout": 100, **settings}
+    settings = {"start_timeout": 250, "timeout": 250, **settings}
     return TorchDistributor(number, local_mode=False, use_gpu=False, **settings)
 
 def reduce(kill=False):

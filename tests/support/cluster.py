@@ -20,9 +20,8 @@ from typing import Any
 import psutil
 
 from support.machines import LISTENING, Machine
-from support.waiting import MARK, marked, until
+from support.waiting import DEADLINE, MARK, marked, until
 
-DEADLINE = 120.0
 REGISTERED = "Successfully registered with master"
 """In a worker's log. A master that is not ready yet refuses it, and the worker tries again."""
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-DEADLINE = 300
-"""Seconds for a cell, and for the kernel's start."""
+from support.waiting import DEADLINE
+
 FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
 
 
@@ -36,8 +36,8 @@ def kernel_for(
             km=jupyter_client.AsyncKernelManager(
                 kernel_name="this_python", kernel_spec_manager=specs
             ),
-            timeout=DEADLINE,
-            startup_timeout=DEADLINE,
+            timeout=int(DEADLINE),
+            startup_timeout=int(DEADLINE),
             shutdown_kernel="immediate",
             coalesce_streams=True,
             record_timing=False,

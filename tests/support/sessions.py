@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from support.packages import ONLY_FROM_ARCHIVES, environment, packed, python_that_begins
-from support.waiting import until
+from support.waiting import DEADLINE, until
 
 PROGRAM = Path(__file__).with_name("session_program.py")
-DEADLINE = 300
-"""Seconds until a scenario has ended."""
 SECRET = {"SPARK_CONNECT_AUTHENTICATE_TOKEN": "of these tests"}
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 
 from distributor.wire.protocol import DRIVER_LEASE_SECONDS, NODE_LEASE_SECONDS
-from support.cluster import DEADLINE, Cluster, Driver
-from support.waiting import until
+from support.cluster import Cluster, Driver
+from support.waiting import DEADLINE, comes_true, until
 
 NOTICED = NODE_LEASE_SECONDS + 1.0
 """Seconds within which the driver gives up a node whose heartbeats do not arrive."""
@@ -84,7 +84,8 @@ class Training:
     def await_ranks(self) -> list[psutil.Process]:
         """Return the ranks, by number, once both are connected."""
         notes = [self._folder / f"{rank}.json" for rank in range(2)]
-        until(lambda: all(note.exists() for note in notes), "the ranks are connected", DEADLINE)
+        connected = comes_true(lambda: all(note.exists() for note in notes), DEADLINE)
+        assert connected, self.driver.log.read_text()[-8000:]
         found = [map(psutil.Process, json.loads(note.read_text())) for note in notes]
         ranks, sessions = zip(*found, strict=True)
         self.started = [*ranks, *sessions]
