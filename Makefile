@@ -3,8 +3,9 @@
 PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k spark -x"
 ARGS ?=
-# More processes than cores: tests also wait. tests/support/scheduling.py groups and orders them.
-JOBS ?= 4
+# One process more than cores: tests also wait. tests/support/scheduling.py groups and orders them.
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+JOBS ?= $(shell expr $(CORES) + 1)
 PYTEST = python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 VENV := .venv
