@@ -275,8 +275,8 @@ class PreparedRun:
         with suppress(Exception):
             if latest := self.latest_checkpoint(stored):
                 self.run.notify(
-                    f"Resuming {stored.name} from {latest} in {shown(stored.storage_path)}. "
-                    "Another name starts anew."
+                    f"Resuming {stored.name} in {shown(stored.storage_path)}, whose latest "
+                    f"checkpoint is {latest}. Another name starts anew."
                 )
 
 
