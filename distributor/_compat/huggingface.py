@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import inspect
 import os
 from collections.abc import Callable
@@ -16,8 +17,17 @@ def mark_as_prepared(loader: object) -> None:
     loader._is_accelerate_prepared = True  # type: ignore[attr-defined]
 
 
-def keep_shares_whole(accelerator: ModuleType, is_share: Callable[[object], bool]) -> None:
-    """Have an ``Accelerator`` leave a dataset whole that is one rank's share already."""
+def keep_shares_whole(
+    accelerator: ModuleType,
+    is_share: Callable[[object], bool],
+    evened: Callable[[Any], Any],
+    question: Callable[[object, int | None], None],
+) -> None:
+    """Have an ``Accelerator`` leave a dataset whole that is one rank's share already.
+
+    `evened` returns a loader that has as many batches as those of the other ranks; `question` is
+    asked of what is divided.
+    """
     # The Transformers Trainer prepares its data loaders by an Accelerator, too.
     prepare = accelerator.prepare_data_loader
     signature = inspect.signature(prepare)
@@ -26,10 +36,15 @@ def keep_shares_whole(accelerator: ModuleType, is_share: Callable[[object], bool
     def prepare_whole(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(dataloader, *args, **kwargs)
         if not is_share(dataloader.dataset):
+            question(dataloader.dataset, call.arguments.get("num_processes"))
             return prepare(*call.args, **call.kwargs)
         # Neither divided, nor read by rank 0 and distributed by it.
         call.arguments.update(
-            num_processes=1, process_index=0, dispatch_batches=False, torch_device_mesh=None
+            dataloader=evened(dataloader),
+            num_processes=1,
+            process_index=0,
+            dispatch_batches=False,
+            torch_device_mesh=None,
         )
         prepared = prepare(*call.args, **call.kwargs)
         # Otherwise gather_for_metrics would cut the last batches of all ranks to the rows of one.
@@ -60,6 +75,54 @@ def see_all_ranks(state: ModuleType) -> None:
         initialize(self, cpu or use_cpu, **kwargs)
 
     state.PartialState.__init__ = initialize_with_all
+
+
+def refuse_lost_adapters(fsdp_utils: ModuleType) -> None:
+    """Have FSDP2 refuse a PEFT model of which Accelerate saves one rank's adapters only."""
+    version = importlib.metadata.version("accelerate")
+    if [int(part) for part in version.split(".")[:2]] >= [1, 15]:
+        return
+    prepare = fsdp_utils.fsdp2_prepare_model
+
+    @functools.wraps(prepare)
+    def prepare_checked(accelerator: Any, model: Any) -> Any:
+        kind = str(accelerator.state.fsdp_plugin.state_dict_type)
+        if hasattr(model, "peft_config") and kind.endswith("FULL_STATE_DICT"):
+            raise RuntimeError(
+                f"Accelerate {version} saves rank 0's part of the adapters of a PEFT model that "
+                "FSDP2 shards, and a resumed run loses the others "
+                "(https://github.com/huggingface/accelerate/pull/4206). Install accelerate 1.15 or "
+                "later in the environment of the ranks."
+            )
+        return prepare(accelerator, model)
+
+    fsdp_utils.fsdp2_prepare_model = prepare_checked  # type: ignore[attr-defined]
+
+
+def note_ignored_fsdp(state: ModuleType) -> None:
+    """Say that Accelerate trains with DDP on CPUs where a program asks for FSDP."""
+    initialize = state.AcceleratorState.__init__
+
+    @functools.wraps(initialize)
+    def initialize_noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        is_first = not state.AcceleratorState._shared_state
+        initialize(self, *args, **kwargs)
+        wanted = state.parse_flag_from_env("ACCELERATE_USE_FSDP")
+        if is_first and wanted and "CPU" in str(self.distributed_type) and self.is_main_process:
+            print("distributor: on CPUs Accelerate ignores FSDP: it uses DDP.", flush=True)
+
+    state.AcceleratorState.__init__ = initialize_noting
+
+
+def report_progress(trainer: ModuleType, report: Callable[[int, int], object]) -> None:
+    """Have each ``Trainer`` report its steps: how many are done, and of how many."""
+
+    class ReportSteps(trainer.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.is_world_process_zero:
+                report(state.global_step, state.max_steps)
+
+    trainer.DEFAULT_CALLBACKS.append(ReportSteps)
 
 
 # The attributes of ``TrainingArguments`` that say which of how many processes this one is.

@@ -24,6 +24,7 @@ from distributor.data.formats import (
     table_format,
     tensor_format,
 )
+from distributor.data.huggingface import note_share, to_huggingface
 from distributor.data.share import (
     PassOptions,
     Progress,
@@ -34,7 +35,7 @@ from distributor.data.share import (
 )
 from distributor.data.source import CachedSource, Source
 from distributor.data.tensors import TensorOptions, check_columns
-from distributor.data.torch_datasets import ShardDataset, ShardIterable
+from distributor.data.torch_datasets import ShardDataset, ShardIterable, keep_shares_whole
 from distributor.rank.devices import device as rank_device
 from distributor.rank.devices import move, pin
 
@@ -83,6 +84,8 @@ class DatasetShard:
     def __init__(self, source: Source, layout: Layout, rank: int, num_ranks: int) -> None:
         progress = Progress(source.name, layout.num_rows, rank, num_ranks)
         self._share = Share(source, layout, rank, num_ranks, progress)
+        keep_shares_whole()
+        note_share(self._share)
 
     def __repr__(self) -> str:
         return f"DatasetShard({self.stats()}; columns {', '.join(self.names)})"
@@ -487,6 +490,46 @@ shuffle, seed
         make = item_format if batch_size is None else tensor_format
         form = make(tensors, transform)
         return ShardIterable(self._share, options, form)
+
+    def to_huggingface(self, *, streaming: bool | None = None) -> Any:
+        """Return the share as a data set of Hugging Face's ``datasets``, for its trainers.
+
+        Its rows are this rank's. Accelerate, and so the Transformers ``Trainer`` and TRL's, leave
+        it whole, also what ``map``, ``filter`` and ``shuffle`` make of it; they would divide a data
+        set made of `iter_rows` once more, and train on a fraction of the rows. If a filter or
+        packed texts leave ranks with different numbers of batches, those with fewer repeat some.
+        After a restart a ``Trainer`` that resumes skips what it had trained on.
+
+        Follows ``datasets.Dataset`` and ``datasets.IterableDataset``:
+        https://huggingface.co/docs/datasets/package_reference/main_classes
+
+        Parameters
+        ----------
+        streaming : bool, optional
+            Whether to read the rows as they are wanted, with the workers of a data loader if there
+            are any, instead of holding them in memory; by default if they take more than a quarter
+            of the free memory. A ``Trainer`` then needs ``max_steps``.
+
+        Returns
+        -------
+        datasets.Dataset or datasets.IterableDataset
+            The rows, in order.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If ``datasets`` is not installed.
+        DistributorError
+            If rows are not on this node.
+
+        Examples
+        --------
+        >>> shard.to_huggingface().column_names  # doctest: +SKIP
+        ['id', 'label']
+        """
+        if streaming is not None:
+            check_bool("streaming", streaming)
+        return to_huggingface(self._share, streaming)
 
     def _tensor_options(self, dtypes: Dtypes, fill: Any, ragged: Ragged) -> TensorOptions:
         source = self._share.source

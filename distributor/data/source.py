@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -69,20 +71,39 @@ class CachedSource:
         return vars(self) | {"_chunks": {}, "_size": 0}
 
 
+_OF_THIS_PROCESS = secrets.token_hex(8)  # what another process has saved is no share
+
+
 class RankShare:
     """A dataset of PyTorch that samplers and data loaders must not divide among the ranks."""
 
     rows_of_all_ranks: int  # of the dataset of which it is a share
 
 
+def share_description(rows: int) -> str:
+    """Return what marks a data set of Hugging Face's as a share, of so many rows of all ranks.
+
+    The description is in what ``map``, ``filter``, ``shuffle`` and the like make of it, too.
+    """
+    return f"One rank's share of {rows} rows ({_OF_THIS_PROCESS})"
+
+
 def is_rank_share(dataset: object) -> bool:
     """Return whether a dataset is one rank's share, or consists of such datasets."""
-    return all(isinstance(part, RankShare) for part in _parts(dataset))
+    return all(_rows_of_all_ranks(part) is not None for part in _parts(dataset))
 
 
 def rows_of_all_ranks(dataset: object) -> int:
     """Return the rows of all ranks of which a dataset has one rank's share."""
-    return sum(part.rows_of_all_ranks for part in _parts(dataset) if isinstance(part, RankShare))
+    return sum(_rows_of_all_ranks(part) or 0 for part in _parts(dataset))
+
+
+def _rows_of_all_ranks(part: object) -> int | None:
+    if isinstance(part, RankShare):
+        return part.rows_of_all_ranks
+    described = getattr(getattr(part, "info", None), "description", None)
+    found = re.search(rf"share of (\d+) rows \({_OF_THIS_PROCESS}\)", str(described))
+    return int(found[1]) if found else None
 
 
 def _parts(dataset: object) -> list[object]:

@@ -18,6 +18,7 @@ from distributor._compat import torch as private_torch
 from distributor.data.batches import Format, batches_of, converted, pieces_of, read_chunk
 from distributor.data.epochs import Epoch, Order, between
 from distributor.data.formats import items
+from distributor.data.huggingface import evened, question
 from distributor.data.share import PassOptions, Share, whole_number
 from distributor.data.source import CachedSource, RankShare, is_rank_share
 from distributor.data.tensors import TensorOptions
@@ -43,7 +44,7 @@ class ShardDataset(Dataset[Any], RankShare):
         empty = np.empty((0, 3), np.int64)
         spans = share.spans(Epoch(0, Order()))
         self._set_pieces(np.concatenate([empty, *map(pieces_of, spans)]))
-        _keep_shares_whole()
+        keep_shares_whole()
 
     def of_all_rows(self) -> ShardDataset:
         """Return a dataset whose indices are the numbers of rows in the whole dataset.
@@ -77,7 +78,7 @@ class ShardDataset(Dataset[Any], RankShare):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _keep_shares_whole()
+        keep_shares_whole()
 
     def _checked(self, index: int) -> int:
         row, length = operator.index(index), len(self)
@@ -109,7 +110,7 @@ class ShardIterable(IterableDataset[Any], RankShare):
         # Of each worker's next pass. Workers inherit the memory, so that it outlives them.
         epochs = torch.full((MAX_WORKERS,), share.progress.next_epoch, dtype=torch.int64)
         self._epochs = epochs.share_memory_()  # type: ignore[no-untyped-call]
-        _keep_shares_whole()
+        keep_shares_whole()
 
     def __len__(self) -> int:
         rows, size = len(self._share), self._batch_size
@@ -130,7 +131,7 @@ class ShardIterable(IterableDataset[Any], RankShare):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _keep_shares_whole()
+        keep_shares_whole()
 
     def _of_worker(self, worker: int, num_workers: int) -> Iterator[Any]:
         """Begin a pass over a worker's part, which begins where a batch does."""
@@ -146,9 +147,11 @@ class ShardIterable(IterableDataset[Any], RankShare):
 
 
 @functools.cache
-def _keep_shares_whole() -> None:
+def keep_shares_whole() -> None:
     """Change what would share a share out again, so that most of its rows would not be read."""
     change = functools.partial(private_torch.keep_shares_whole, is_share=is_rank_share)
     adapt("torch.utils.data.distributed", change)
-    change = functools.partial(huggingface.keep_shares_whole, is_share=is_rank_share)
+    change = functools.partial(
+        huggingface.keep_shares_whole, is_share=is_rank_share, evened=evened, question=question
+    )
     adapt("accelerate.accelerator", change)

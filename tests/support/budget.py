@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 27_780,
-    "modules in distributor/": 295,
-    "lines in tests/": 29_500,
+    "lines of code in distributor/": 28_000,
+    "modules in distributor/": 296,
+    "lines in tests/": 29_710,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

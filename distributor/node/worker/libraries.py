@@ -9,7 +9,7 @@ from distributor._compat import huggingface, lightning, pyspark, torch
 from distributor.node.process.fork_reset import set_thread_counts
 from distributor.rank.context import WorkerContext
 from distributor.rank.import_hooks import adapt, at_next_import
-from distributor.rank.messages import Trained
+from distributor.rank.messages import Progress, Trained
 
 SPARK_FILES = "DISTRIBUTOR_SPARK_FILES"
 """The variable of a rank on an executor that has the folder of ``SparkContext.addFile``'s files."""
@@ -21,6 +21,13 @@ def adapt_libraries(uses_gpus: bool, context: WorkerContext) -> None:
     # Accelerate, Transformers and Lightning train one model on all ranks by default, even on CPUs,
     # of which they would use one.
     adapt("accelerate.state", huggingface.see_all_ranks)
+    adapt("accelerate.state", huggingface.note_ignored_fsdp)
+    adapt("accelerate.utils.fsdp_utils", huggingface.refuse_lost_adapters)
+
+    def report(done: int, total: int) -> None:
+        context.send(Progress(done=done, total=total, metrics={}))
+
+    adapt("transformers.trainer", partial(huggingface.report_progress, report=report))
     for name in lightning.CONNECTORS:
         adapt(name, partial(lightning.see_all_ranks, uses_gpus=uses_gpus))
     _keep_groups()
