@@ -353,6 +353,7 @@ GROUPS = {
     "ranks": ("gpu_type", "numa_binding", "warm", "preload"),
     "cluster": (
         "executor_resources",
+        "gpu_sharing",
         "barrier",
         "pool",
         "hub_address",

@@ -214,7 +214,12 @@ def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> P
     from distributor.launchers.spark.gang.launcher import GangLauncher
 
     cluster = plan_cluster(
-        session, max_processes, settings.use_gpu, settings.pool, settings.barrier
+        session,
+        max_processes,
+        settings.use_gpu,
+        settings.pool,
+        settings.barrier,
+        gpu_sharing=settings.gpu_sharing,
     )
     kind = BarrierLauncher if cluster.barrier else GangLauncher
     return Planned(kind(session, cluster), max_processes, cluster.num_tasks)

@@ -196,6 +196,13 @@ class Settings:
         """Required type of the GPUs, such as "H100", in upper or lower case. By default any type
         is accepted.""",
     )
+    gpu_sharing: bool = setting(
+        False,
+        types.SWITCH,
+        """Whether ranks share GPUs where ``spark.task.resource.gpu.amount`` is below one, as for
+        the tasks of RAPIDS. By default each rank has a whole GPU: the run's tasks then have a
+        resource profile of their own (PySpark 4), and other jobs keep their fractions.""",
+    )
     pool: str | None = setting(
         None,
         types.POOL,
@@ -309,7 +316,7 @@ def check_shown_ranks(settings: Settings, max_processes: int) -> None:
 
 _IGNORED: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
     (
-        ("pool", "barrier", "hub_address", "hub_port"),
+        ("gpu_sharing", "pool", "barrier", "hub_address", "hub_port"),
         lambda settings: settings.local_mode,
         "the ranks run on this machine, without Spark",
     ),

@@ -107,6 +107,8 @@ def plan_cluster(
     use_gpu: bool,
     pool: str | None,
     barrier: bool | None = None,
+    *,
+    gpu_sharing: bool = False,
 ) -> ClusterPlan:
     """Plan a run on Spark's executors.
 
@@ -122,6 +124,8 @@ def plan_cluster(
         The pool of the fair scheduler.
     barrier : bool, optional
         Whether the tasks are those of a barrier stage; by default they are if Spark allows it.
+    gpu_sharing : bool, default False
+        Whether tasks have the fraction of a GPU that the configuration requests.
     """
     if pool is not None and (why := session.why_no_pools()):
         raise RuntimeError(Message("{pool} is {value!r}, but {why}.", value=pool, why=why))
@@ -135,7 +139,7 @@ def plan_cluster(
         )
     if session.requested:
         _check_requested(session, use_gpu=use_gpu)
-    plan = _plan_tasks_of(session, num_processes, use_gpu)
+    plan = _plan_tasks_of(session, num_processes, use_gpu, gpu_sharing)
     return replace(plan, barrier=runs_barrier_stages(session) if barrier is None else barrier)
 
 
@@ -144,13 +148,15 @@ def runs_barrier_stages(session: Session) -> bool:
     return session.is_local_master or not session.allocates_dynamically
 
 
-def _plan_tasks_of(session: Session, num_processes: int, use_gpu: bool) -> ClusterPlan:
+def _plan_tasks_of(
+    session: Session, num_processes: int, use_gpu: bool, gpu_sharing: bool
+) -> ClusterPlan:
     if not use_gpu:
         return ClusterPlan(num_processes, 1, use_gpu=False)
     amount = _amount(session, TASK_GPUS)
     if session.is_local_master:
         return _plan_local_master(session, num_processes, amount)
-    if amount:
+    if amount >= 1 or (amount and gpu_sharing):
         plan = _plan_tasks(num_processes, amount)
         return replace(plan, profile_gpus=plan.ranks_per_task if session.requested else 0)
     return _plan_profile(session, num_processes)
@@ -289,6 +295,17 @@ def _plan_profile(session: Session, num_processes: int) -> ClusterPlan:
     per_executor = int(_amount(session, EXECUTOR_GPUS))
     if not per_executor or not session.supports_profiles():
         found = f"'{EXECUTOR_GPUS}' is {session.conf(EXECUTOR_GPUS) or 'unset too'}"
+        if fraction := session.conf(TASK_GPUS):
+            raise RuntimeError(
+                Message(
+                    "'{key}' is {fraction}, so that ranks would share GPUs, and a resource profile "
+                    "with whole GPUs needs PySpark 4 ({found}). Make the session with '{key}' "
+                    "set to 1, or set {gpu_sharing} to True (NCCL refuses ranks that share a GPU).",
+                    key=TASK_GPUS,
+                    fraction=fraction,
+                    found=found,
+                )
+            )
         raise RuntimeError(
             Message(
                 "'{key}' was unset, so gpu usage is unavailable ({found}). Set both when the "

@@ -157,7 +157,7 @@ class Session:
             if gpus_per_task:
                 tasks.resource("gpu", gpus_per_task)
             builder = ResourceProfileBuilder().require(tasks)
-            if self.requested:
+            if self.requested or self.allocates_dynamically:  # executors are started for a profile
                 builder.require(executor_requests(self.conf))
             profiles[key] = builder.build
         return profiles[key]

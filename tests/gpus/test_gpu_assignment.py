@@ -27,16 +27,8 @@ NOT_A_NUMBER = (
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize(
-    ("amount", "per_task", "sharers"),
-    [("2", 2, 1), pytest.param("0.5", 1, 2, marks=pytest.mark.slow)],
-)
 def test_each_task_sees_the_gpus_that_spark_assigned(
-    run_gpu_driver: RunGpuDriver,
-    make_discovery_script: Callable[..., str],
-    amount: str,
-    per_task: int,
-    sharers: int,
+    run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str]
 ) -> None:
     facts, _ = run_gpu_driver(
         """
@@ -45,18 +37,57 @@ def test_each_task_sees_the_gpus_that_spark_assigned(
         """,
         cluster_conf(make_discovery_script("0", "1"))
         | {
-            "spark.task.resource.gpu.amount": amount,
+            "spark.task.resource.gpu.amount": "2",
             "spark.executorEnv.CUDA_VISIBLE_DEVICES": "4,5",
         },
     )
-    check_numbers(facts["ranks"], 4, per_task)
-    check_gpus(facts["ranks"], per_task, {"4", "5"}, sharers)
-    if per_task == 1:
-        assert facts["3"] is None
-    else:
-        types, message = facts["3"]
+    check_numbers(facts["ranks"], 4, 2)
+    check_gpus(facts["ranks"], 2, {"4", "5"})
+    types, message = facts["3"]
+    assert types[0] == "RuntimeError"
+    assert "'num_processes' value (3) must be a multiple of" in message
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_each_rank_has_a_whole_gpu_where_tasks_have_fractions(
+    run_gpu_driver: RunGpuDriver, make_discovery_script: Callable[..., str]
+) -> None:
+    facts, _ = run_gpu_driver(
+        """
+        import pyspark
+
+        def resources_of_task(_):
+            from pyspark import TaskContext
+            return sorted(TaskContext.get().resources())
+
+        facts["version"] = int(pyspark.__version__.split(".")[0])
+        if facts["version"] >= 4:
+            facts["4"] = run_ranks(4)
+            facts["3"] = run_ranks(3)
+        else:
+            facts["error"] = error_of(TorchDistributor, 2, local_mode=False)
+        facts["shared"] = run_ranks(4, gpu_sharing=True)
+        tasks = spark.sparkContext.parallelize(range(8), 8)
+        facts["others"] = tasks.map(resources_of_task).collect()
+        """,
+        cluster_conf(make_discovery_script("0", "1"))
+        | {
+            "spark.task.resource.gpu.amount": "0.5",
+            "spark.executorEnv.CUDA_VISIBLE_DEVICES": "4,5",
+        },
+    )
+    check_gpus(facts["shared"], 1, {"4", "5"}, 2)
+    assert facts["others"] == [["gpu"]] * 8
+    if facts["version"] < 4:
+        types, message = facts["error"]
         assert types[0] == "RuntimeError"
-        assert "'num_processes' value (3) must be a multiple of" in message
+        assert "'spark.task.resource.gpu.amount' is 0.5" in message
+        assert "gpu_sharing" in message
+        return
+    for ranks, per_task in (("4", 2), ("3", 1)):
+        check_numbers(facts[ranks], int(ranks), per_task)
+        check_gpus(facts[ranks], per_task, {"4", "5"})
 
 
 @pytest.mark.slow

@@ -177,6 +177,24 @@ facts["on cpus"] = error_of(run, 2, False)
     assert "the ranks run on CPUs: leave it out" in found["on cpus"][1]
 
 
+def test_a_fraction_of_a_gpu_for_each_task_does_not_make_ranks_share_them(
+    run_driver: RunDriver, make_discovery_script: Callable[..., str]
+) -> None:
+    lines = """
+def gpus():
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+run = TorchDistributor(4, local_mode=False, timeout=200)
+facts["gpus"] = run.run_all(gpus)
+"""
+    script = make_discovery_script("0", "1")
+    conf = DYNAMIC | {"spark.task.resource.gpu.amount": "0.25"}
+    for kind in ("worker", "executor"):
+        conf[f"spark.{kind}.resource.gpu.amount"] = "2"
+        conf[f"spark.{kind}.resource.gpu.discoveryScript"] = script
+    assert facts_of(run_driver, lines, conf)["gpus"] == ["0,1"] * 4, "two tasks of two ranks"
+
+
 def test_a_pair_grows_at_a_checkpoint(run_driver: RunDriver, tmp_path: Path) -> None:
     lines = """
 folder = os.environ["FOLDER"]
