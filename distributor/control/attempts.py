@@ -92,7 +92,7 @@ def _run_attempt(attempt: Attempt, launcher: Launcher, listeners: Listeners) -> 
         # Outside register_run, because a generator's context cannot pass on a frozen exception.
         try:
             return _values_of(attempt, outcomes)
-        except (ModuleNotFoundError, FileNotFoundError) as error:
+        except (ModuleNotFoundError, OSError) as error:
             if hint := launcher.hint(error, attempt.spec):
                 add_note(error, hint)
             raise

@@ -47,6 +47,7 @@ SKIPPED = ("__pycache__", ".git", ".venv", "node_modules")
 NOT_SENT = ("distributor", "pyspark", "py4j", *sys.builtin_module_names)
 """Modules that executors have, or that are sent in another way."""
 ARCHIVE = "distributor-modules-"
+_HUB = re.compile(r"huggingface|hf\.co\b")
 _LIBRARY = re.compile(r"\.(so|dylib|dll|pyd)(\.\d+)*$")
 
 Requested = Sequence[str | os.PathLike[str]]
@@ -238,10 +239,13 @@ def hint(error: Exception, program: Program, requested: Requested) -> str | None
     """Return why a rank lacks a module or a file that the driver has, if it does."""
     if isinstance(error, ModuleNotFoundError):
         return _hint_about_module(error.name or "", program, requested)
-    if isinstance(error, FileNotFoundError):
-        hints = (_hint_about_file(path, program) for path in _paths_in(error))
-        return next(filter(None, hints), None)
-    return None
+    if not isinstance(error, OSError):
+        return None
+    paths = _paths_in(error) if isinstance(error, FileNotFoundError) else iter(())
+    if _HUB.search(str(error)):  # it takes a folder that is not there for a name of the hub
+        paths = itertools.chain(paths, _relative_paths_in(program))
+    hints = (_hint_about_file(path, program) for path in paths)
+    return next(filter(None, hints), None)
 
 
 def own_folders() -> Iterator[Path]:
@@ -278,6 +282,14 @@ def _paths_in(error: FileNotFoundError) -> Iterator[str]:
     text = str(error)
     yield from re.findall(r"['\"]([^'\"\n]+)['\"]", text)
     yield from (word.strip(".,:;") for word in text.split())
+
+
+def _relative_paths_in(program: Program) -> Iterator[str]:
+    """Yield what may be the name of a folder among the arguments of a program."""
+    if isinstance(program, Call):
+        texts = re.findall(rb"[\w.-]+(?:/[\w.-]+)*", program.call.payload[:LARGE_FILE])
+        yield from (text.decode() for text in texts if len(text) > 1)
+    yield from (arg for arg in program.args if isinstance(arg, str) and not os.path.isabs(arg))
 
 
 def _hint_about_file(path: str, program: Program) -> str | None:
