@@ -115,6 +115,15 @@ def test_the_other_notebooks_with_spark(place: Place) -> None:
     assert ran.value("loaded, loaded == accuracy") == (accuracy, True)
     assert ran.errors() == []
 
+    ran = Ran(place.run("lora"))
+    assert "[0] continues from checkpoint-40" in ran.lines(
+        "losses = distributor.run(fine_tune, rows)"
+    )
+    steps, is_learned = ran.value("list(losses), losses[90] < losses[10]")
+    assert steps == list(range(10, 91, 10))
+    assert is_learned is True
+    assert ran.errors() == []
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)

@@ -27,7 +27,7 @@ ELSEWHERE = {
     "docs/how-to/dynamic-allocation.md": "tests/launch/test_dynamic_allocation.py",
 }
 """Pages whose programs need another kind of session, or a compiler, and the tests that run them."""
-OPTIONAL = {"accelerate", "lightning", "mlflow", "ray", "transformers"}
+OPTIONAL = {"accelerate", "lightning", "mlflow", "peft", "ray", "transformers", "trl"}
 """Packages without which a page is skipped."""
 WARNS = {"docs/how-to/hangs.md"}
 """Pages whose programs show warnings of this package on purpose."""
@@ -35,6 +35,7 @@ LEAST_BLOCKS = 60
 BLOCKS = {str(page.relative_to(ROOT)): python_blocks(page) for page in pages()}
 SLOW = {
     "docs/how-to/estimator.md": pytest.mark.slow,
+    "docs/how-to/fine-tune.md": pytest.mark.slow(ci=True),
     "docs/how-to/frameworks.md": pytest.mark.slow(ci=True),
 }
 """Pages whose programs take minutes."""

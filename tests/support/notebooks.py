@@ -22,7 +22,7 @@ from support.tracking_server import tracking_server
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
-ON_CLUSTER = ("walkthrough", "serverless", "dataframes", "estimator")
+ON_CLUSTER = ("walkthrough", "serverless", "dataframes", "estimator", "lora")
 """Those that need Spark and a tracking server."""
 NAMES = (*ON_CLUSTER, "fsdp", "fsdp2")
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
@@ -62,13 +62,16 @@ class Place:
         }
         return run_here(name, self.folder / name, environment)
 
-    def _spark_conf(self, name: str, properties: dict[str, str]) -> Path:
-        folder = self.folder / f"{name}-conf"
+    def _spark_conf(self, notebook: str, properties: dict[str, str]) -> Path:
+        folder = self.folder / f"{notebook}-conf"
         folder.mkdir()
         shutil.copy(ROOT / "conf" / "log4j2.properties", folder)
         settings = {
             **self.cluster.properties,
-            **{f"spark.executorEnv.{variable}": value for variable, value in QUIET.items()},
+            **{
+                f"spark.executorEnv.{variable}": value
+                for variable, value in {**QUIET, **PLAIN}.items()
+            },
             "spark.ui.showConsoleProgress": "false",
             **properties,
         }

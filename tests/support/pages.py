@@ -20,7 +20,7 @@ PROSE = (
 )
 _COMMENT = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 _END = "--- the end of a block ---"
-_BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```([^`\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
