@@ -323,6 +323,7 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "max_preemption_failures": (["--max-preemption-failures", "-1"], -1),
     "environment": (["--environment", "env.tar.gz"], "env.tar.gz"),
     "barrier": (["--no-barrier"], False),
+    "gpu_sharing": (["--gpu-sharing"], True),
     "executor_resources": (
         ["--executor-resource", "spark.executor.cores=4"],
         [("spark.executor.cores", "4")],
