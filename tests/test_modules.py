@@ -14,7 +14,7 @@ from conftest import facts_in, needs_java
 from distributor.core.module_search import Location, imported, is_installed
 from distributor.core.resources import format_bytes
 from distributor.serialization.pickling import dump_call
-from distributor.serialization.program import Script
+from distributor.serialization.program import Call, Script
 from distributor.spark import user_modules
 from distributor.spark.user_modules import select_modules
 
@@ -198,6 +198,24 @@ def test_the_hint_names_a_module_and_why_it_was_not_sent(
     assert hint is not None
     assert f"'{lacks}' is at {folder}/{top}" in hint
     assert f"because {reason}: send it with py_modules=['{top}']" in hint
+
+
+@pytest.mark.parametrize("argument", ["models/mine", "other"])
+def test_the_hint_names_a_path_that_was_taken_for_a_name_of_the_hub(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    write(folder / "models" / "mine" / "config.json")
+    monkeypatch.chdir(folder)
+    call = Call("train", dump_call(print, (argument,), {}))
+    script = Script("train.py", str(folder / "train.py"), ("--model", argument), b"")
+    error = OSError("We couldn't connect to 'https://huggingface.co' to load the files")
+    for program in (call, script):
+        hint = user_modules.hint(error, program, ())
+        if argument == "other":
+            assert hint is None
+        else:
+            assert hint is not None
+            assert f"On the driver 'models/mine' is {folder}/models/mine" in hint
 
 
 def test_only_the_imported_modules_of_a_large_package_are_sent(

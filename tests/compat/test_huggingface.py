@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from support.canary import relies_on
@@ -60,7 +60,13 @@ def test_a_share_is_left_whole(accelerate: Any) -> None:
     share = [0, 1, 2, 3]
     module: Any = accelerate.accelerator
     inside = SimpleNamespace(prepare_data_loader=module.prepare_data_loader)
-    private.keep_shares_whole(inside, is_share=lambda found: found is share)  # type: ignore[arg-type]
+    asked: list[Any] = []
+    private.keep_shares_whole(
+        inside,  # type: ignore[arg-type]
+        is_share=lambda found: found is share,
+        evened=lambda loader: loader,
+        question=lambda dataset, processes: asked.append((dataset, processes)),
+    )
     arguments = {"num_processes": 2, "process_index": 1, "put_on_device": True}
     with relies_on("accelerate", "prepare_data_loader", "huggingface.keep_shares_whole"):
         assert "prepare_data_loader" in accelerate.Accelerator.prepare_data_loader.__code__.co_names
@@ -69,6 +75,63 @@ def test_a_share_is_left_whole(accelerate: Any) -> None:
         assert prepared.remainder == -1, "gather_for_metrics drops nothing"
     other = inside.prepare_data_loader(DataLoader([0, 1, 2, 3]), **arguments)
     assert [batch.tolist() for batch in other] == [[1], [3]]
+    assert asked == [([0, 1, 2, 3], 2)]
+
+
+def test_lost_adapters_are_refused(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    what = "fsdp2_prepare_model, which the Accelerator calls"
+    with relies_on("accelerate", what, "huggingface.refuse_lost_adapters"):
+        prepare = accelerate.utils.fsdp_utils.fsdp2_prepare_model
+        assert accelerate.accelerator.fsdp2_prepare_model is prepare
+        assert "state_dict_type" in accelerate.FullyShardedDataParallelPlugin.__annotations__
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "1.14.0")
+    utils: Any = SimpleNamespace(fsdp2_prepare_model=lambda accelerator, model: model)
+    private.refuse_lost_adapters(utils)
+    plugin = SimpleNamespace(state_dict_type="StateDictType.FULL_STATE_DICT")
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    with pytest.raises(RuntimeError, match="Install accelerate"):
+        utils.fsdp2_prepare_model(accelerator, SimpleNamespace(peft_config={}))
+    assert utils.fsdp2_prepare_model(accelerator, "of another kind") == "of another kind"
+
+
+def test_fsdp_on_cpus_is_named(
+    accelerate: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class State:
+        _shared_state: ClassVar[dict[str, Any]] = {}
+        distributed_type, is_main_process = "DistributedType.MULTI_CPU", True
+
+        def __init__(self) -> None:
+            self._shared_state["made"] = True
+
+    with relies_on("accelerate", "AcceleratorState's names", "huggingface.note_ignored_fsdp"):
+        assert isinstance(accelerate.state.AcceleratorState._shared_state, dict)
+        assert (
+            "ACCELERATE_USE_FSDP" in accelerate.state.AcceleratorState.__init__.__code__.co_consts
+        )
+        parse = accelerate.state.parse_flag_from_env
+    module: Any = SimpleNamespace(AcceleratorState=State, parse_flag_from_env=parse)
+    private.note_ignored_fsdp(module)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for _ in range(2):
+        module.AcceleratorState()
+    assert capsys.readouterr().out == "distributor: on CPUs Accelerate ignores FSDP: it uses DDP.\n"
+
+
+def test_a_trainer_reports_its_steps() -> None:
+    transformers = pytest.importorskip("transformers")
+    reported = []
+    module: Any = SimpleNamespace(
+        TrainerCallback=transformers.trainer.TrainerCallback, DEFAULT_CALLBACKS=[]
+    )
+    what = "DEFAULT_CALLBACKS, with which each Trainer begins"
+    with relies_on("transformers", what, "huggingface.report_progress"):
+        assert transformers.trainer.DEFAULT_CALLBACKS
+        private.report_progress(module, lambda *steps: reported.append(steps))
+        [callback] = module.DEFAULT_CALLBACKS
+        state = transformers.TrainerState(global_step=2, max_steps=5)
+        callback().on_step_end(None, state, None)
+    assert reported == [(2, 5)]
 
 
 def test_arguments_are_made_anew_without_their_view_of_the_processes(tmp_path: Path) -> None:

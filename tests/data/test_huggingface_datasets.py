@@ -18,7 +18,7 @@ from distributor import TorchDistributor, runtime
 from distributor.data.source import is_rank_share
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-pytestmark = pytest.mark.slow(ci=True)
+pytestmark = pytest.mark.slow
 datasets = pytest.importorskip("datasets")
 ROWS, BATCH = 23, 4
 KEPT = {*range(23)} - {5, 6, 12, 13, 19, 20}  # of two ranks, not the same number
@@ -82,7 +82,7 @@ def fit(
     return model.rows
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow(ci=True))])
 def test_each_row_is_trained_on_once(
     ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LIMITS = {
     "lines of code in distributor/": 28_000,
     "modules in distributor/": 296,
-    "lines in tests/": 29_760,
+    "lines in tests/": 29_840,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
