@@ -1,4 +1,4 @@
-"""A rank's share as a data set of Hugging Face's ``datasets``, and how Accelerate treats it."""
+"""A rank's share as a dataset of Hugging Face's ``datasets``, and how Accelerate treats it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def evened(loader: DataLoader[Any]) -> DataLoader[Any]:
         raise ValueError(
             f"Rank {lengths.index(0)} has no rows to train on, and others have: batches by rank "
             f"are {lengths}. Filter the DataFrame before the run instead, or use "
-            "from_spark(df, split=False) and a data set of all rows."
+            "from_spark(df, split=False) and a dataset of all rows."
         )
     even = copy.copy(loader)
     # A DataLoader refuses that this attribute is set.
@@ -114,13 +114,13 @@ def evened(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def note_share(share: Share) -> None:
-    """Remember a share of several, to recognize its rows in another data set."""
+    """Remember a share of several, to recognize its rows in another dataset."""
     if share.rank == 0 and share.num_ranks > 1 and share.layout.split:
         _divided.append((len(share), share.source.name))
 
 
 def question(dataset: Any, num_processes: int | None) -> None:
-    """Ask once whether the data set that is about to be divided has one rank's rows already."""
+    """Ask once whether the dataset that is about to be divided has one rank's rows already."""
     try:
         rows = len(dataset)
     except TypeError:  # a stream
@@ -130,7 +130,7 @@ def question(dataset: Any, num_processes: int | None) -> None:
         return
     _divided.clear()
     print(
-        f"distributor: Accelerate divides a data set of {counted(rows, 'row') if rows else 'rows'} "
+        f"distributor: Accelerate divides a dataset of {counted(rows, 'row') if rows else 'rows'} "
         f"among {num_processes} processes. Are these the rows of this rank's share of {names[0]}? "
         f"Then only one in {num_processes} is trained on: pass {names[0]}.to_huggingface(), which "
         "is not divided again, or pass from_spark(df, split=False) to the run.",

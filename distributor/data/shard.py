@@ -492,7 +492,7 @@ shuffle, seed
         return ShardIterable(self._share, options, form)
 
     def to_huggingface(self, *, streaming: bool | None = None) -> Any:
-        """Return the share as a data set of Hugging Face's ``datasets``, for its trainers.
+        """Return the share as a dataset of Hugging Face's ``datasets``, for its trainers.
 
         Its rows are this rank's. Accelerate, and so the Transformers ``Trainer`` and TRL's, leave
         it whole, also what ``map``, ``filter`` and ``shuffle`` make of it; they would divide a data

@@ -81,7 +81,7 @@ class RankShare:
 
 
 def share_description(rows: int) -> str:
-    """Return what marks a data set of Hugging Face's as a share, of so many rows of all ranks.
+    """Return what marks a dataset of Hugging Face's as a share, of so many rows of all ranks.
 
     The description is in what ``map``, ``filter``, ``shuffle`` and the like make of it, too.
     """

@@ -1,4 +1,4 @@
-"""A rank's rows as data sets of Hugging Face's ``datasets``, which no trainer divides once more."""
+"""A rank's rows as datasets of Hugging Face's ``datasets``, which no trainer divides once more."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Line(torch.nn.Module):
         return {"loss": self.line(labels.float()[:, None]).square().mean()}
 
 
-def data_set(source: TableSource, way: str) -> Any:
+def dataset_of(source: TableSource, way: str) -> Any:
     rank, size = runtime.get_global_rank(), runtime.get_world_size()
     shard = shard_of(source, rank, size, equal="pad")
     return {
@@ -75,7 +75,7 @@ def fit(
         report_to="none",
         disable_tqdm=True,
     )
-    model, data = Line(), data_set(source, way)
+    model, data = Line(), dataset_of(source, way)
     trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[Kill()])
     os.makedirs(folder, exist_ok=True)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))
