@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,15 +50,16 @@ def to_huggingface(share: Share, streaming: bool | None) -> Any:
         # Without a fingerprint of its own, all of it would be pickled to make one.
         dataset = datasets.Dataset(
             pa.concat_tables([share.source.schema.empty_table(), *tables]),
-            fingerprint=datasets.fingerprint.generate_random_fingerprint(),
+            fingerprint=secrets.token_hex(8),
         )
-    dataset.info.description = share_description(layout.num_rows)
+    if layout.split:  # otherwise each rank has all rows, for Accelerate to divide
+        dataset.info.description = share_description(layout.num_rows)
     return dataset
 
 
 def _rows(share: Share, parts: list[int]) -> Iterator[dict[str, Any]]:
     for part in parts:
-        for _, row in _read(share, part, PARTS, row_format(share.source.vectors), 1):
+        for _, row in _read(share, part, PARTS, row_format(frozenset()), 1):
             yield row
 
 

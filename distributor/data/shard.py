@@ -495,10 +495,11 @@ shuffle, seed
         """Return the share as a dataset of Hugging Face's ``datasets``, for its trainers.
 
         Its rows are this rank's. Accelerate, and so the Transformers ``Trainer`` and TRL's, leave
-        it whole, also what ``map``, ``filter`` and ``shuffle`` make of it; they would divide a data
-        set made of `iter_rows` once more, and train on a fraction of the rows. If a filter or
+        it whole, also what ``map``, ``filter`` and ``shuffle`` make of it; they would divide a
+        dataset made of `iter_rows` once more, and train on a fraction of the rows. If a filter or
         packed texts leave ranks with different numbers of batches, those with fewer repeat some.
-        After a restart a ``Trainer`` that resumes skips what it had trained on.
+        With ``from_spark(df, split=False)`` it has all rows, which they divide. After a restart a
+        ``Trainer`` that resumes skips what it had trained on.
 
         Follows ``datasets.Dataset`` and ``datasets.IterableDataset``:
         https://huggingface.co/docs/datasets/package_reference/main_classes

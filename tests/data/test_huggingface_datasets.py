@@ -130,6 +130,9 @@ def test_what_is_made_of_a_share_is_one_too() -> None:
     ]
     assert all(map(is_rank_share, [share, stream, *made]))
     assert not is_rank_share(datasets.Dataset.from_list(share.to_list()))
+    whole = shard_of(points([6, 4]), 0, 2, split=False).to_huggingface()
+    assert len(whole) == 10
+    assert not is_rank_share(whole), "Accelerate is to divide it"
 
 
 def test_workers_of_a_loader_divide_a_stream() -> None:

@@ -56,8 +56,12 @@ def points(sizes: Sequence[int]) -> TableSource:
 
 
 def shard_of(
-    source: TableSource, rank: int = 0, num_ranks: int = 1, equal: Equal = False
+    source: TableSource,
+    rank: int = 0,
+    num_ranks: int = 1,
+    equal: Equal = False,
+    split: bool = True,
 ) -> DatasetShard:
     """Return a rank's share of a dataset."""
-    layout = Layout(source.chunk_rows, source.chunk_bytes, equal, True)
+    layout = Layout(source.chunk_rows, source.chunk_bytes, equal, split)
     return DatasetShard(source, layout, rank, num_ranks)
