@@ -49,4 +49,4 @@ def test_a_job_is_cancelled_and_no_other_one_is(spark: Any, tmp_path: Path) -> N
         finally:
             enough.touch()
         until(lambda: ends_of_other, "the other job ends", 60)
-    assert ends_of_other == [[]]
+    assert ends_of_other == [[]], str(ends_of_other[0])
