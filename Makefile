@@ -87,8 +87,9 @@ chaos: venv ## Inject every fault and print the results; ARGS="--times 1" for a 
 notebooks: venv ## Run the notebooks, on a cluster if they need one, and save their outputs
 	PYTHONPATH=tests $(VENV)/bin/python -m support.notebooks $(ARGS)
 
+# From scratch: Sphinx forgets the index entries of pages that have not changed, which the search uses.
 docs: $(VENV)/.docs ## Build the documentation into docs/_build/html; warnings are errors
-	$(VENV)/bin/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	$(VENV)/bin/python -m sphinx -q -W -E --keep-going -b html docs docs/_build/html
 
 lint: $(LINT)/.installed ## Check style, format, types, vocabulary, totals and spelling
 	$(VENV)/bin/ruff check
