@@ -24,7 +24,6 @@ from support.waiting import DEADLINE
 from distributor import TorchDistributor, __version__
 from distributor.cli import main, make_parser
 
-"""Seconds for one command, on a loaded machine."""
 Done = subprocess.CompletedProcess
 Cli = Callable[..., "Done[str]"]
 

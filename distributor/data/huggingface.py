@@ -15,13 +15,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from distributor.core.resources import free_memory
 from distributor.core.text import counted
-from distributor.data.batches import batches_of, converted
-from distributor.data.epochs import Epoch, Order, between
+from distributor.data.epochs import Epoch, Order
 from distributor.data.formats import row_format, table_format
 from distributor.data.share import Share
 from distributor.data.source import RankShare, share_description
 
 PARTS = 16  # of a stream, for the workers of a data loader
+FIRST = Epoch(0, Order())  # every pass is this one: who trains on the rows skips what it had
 _divided: list[tuple[int, str]] = []  # on rank 0, the rows and the name of each share of several
 
 
@@ -46,7 +46,7 @@ def to_huggingface(share: Share, streaming: bool | None) -> Any:
             gen_kwargs={"parts": list(range(PARTS))},
         )
     else:
-        tables = [table for _, table in _read(share, 0, 1, table_format(None, frozenset()), None)]
+        tables = share.read_part(0, 1, FIRST, table_format(None, frozenset()), None)
         # Without a fingerprint of its own, all of it would be pickled to make one.
         dataset = datasets.Dataset(
             pa.concat_tables([share.source.schema.empty_table(), *tables]),
@@ -59,17 +59,7 @@ def to_huggingface(share: Share, streaming: bool | None) -> Any:
 
 def _rows(share: Share, parts: list[int]) -> Iterator[dict[str, Any]]:
     for part in parts:
-        for _, row in _read(share, part, PARTS, row_format(frozenset()), 1):
-            yield row
-
-
-def _read(
-    share: Share, part: int, parts: int, form: Any, batch_size: int | None
-) -> Iterator[tuple[int, Any]]:
-    """Read a part of the share, in order. It does not count: who trains on it skips what it had."""
-    start, stop = (each * len(share) // parts for each in (part, part + 1))
-    spans = between(share.spans(Epoch(0, Order())), start, stop)
-    return batches_of(converted(share.source, spans, form, batch_size, False), form)
+        yield from share.read_part(part, PARTS, FIRST, row_format(frozenset()), 1)
 
 
 class Repeated(BatchSampler):

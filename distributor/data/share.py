@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from distributor.data.batches import Format, batches_of, converted, prefetched
-from distributor.data.epochs import Epoch, Layout, Order, Span
+from distributor.data.epochs import Epoch, Layout, Order, Span, between
 from distributor.data.source import Source
 from distributor.rank.context import worker_context
 
@@ -162,6 +162,26 @@ class Share:
 
     def spans(self, epoch: Epoch) -> list[Span]:
         return self.layout.plan(epoch, self.rank, self.num_ranks)
+
+    def read_part(
+        self,
+        part: int,
+        parts: int,
+        epoch: Epoch,
+        form: Format,
+        batch_size: int | None,
+        drop_last: bool = False,
+    ) -> Iterator[Any]:
+        """Yield the batches of a part of an epoch, which begins where a batch does.
+
+        They do not count in the position.
+        """
+        size = batch_size or 1
+        batches = -(-len(self) // size)
+        start, stop = (size * (each * batches // parts) for each in (part, part + 1))
+        spans = between(self.spans(epoch), start, stop)
+        ready = converted(self.source, spans, form, batch_size, drop_last)
+        return (batch for _, batch in batches_of(ready, form))
 
     def read(self, options: PassOptions, form: Format, counts: bool = True) -> Iterator[Any]:
         """Yield the batches of the next pass.

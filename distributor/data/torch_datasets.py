@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from distributor._compat import huggingface
 from distributor._compat import torch as private_torch
-from distributor.data.batches import Format, batches_of, converted, pieces_of, read_chunk
-from distributor.data.epochs import Epoch, Order, between
+from distributor.data.batches import Format, pieces_of, read_chunk
+from distributor.data.epochs import Epoch, Order
 from distributor.data.formats import items
 from distributor.data.huggingface import evened, question
 from distributor.data.share import PassOptions, Share, whole_number
@@ -134,16 +134,12 @@ class ShardIterable(IterableDataset[Any], RankShare):
         keep_shares_whole()
 
     def _of_worker(self, worker: int, num_workers: int) -> Iterator[Any]:
-        """Begin a pass over a worker's part, which begins where a batch does."""
+        """Begin a pass over a worker's part."""
         epoch = Epoch(int(self._epochs[worker]), self._options.order)
         self._epochs[worker] += 1
-        size = self._batch_size
-        batches = -(-len(self._share) // size)
-        start, stop = (size * (part * batches // num_workers) for part in (worker, worker + 1))
-        spans = between(self._share.spans(epoch), start, stop)
-        source, form = self._share.source, self._form
-        parts = converted(source, spans, form, size, self._options.drop_last)
-        return (batch for _, batch in batches_of(parts, form))
+        return self._share.read_part(
+            worker, num_workers, epoch, self._form, self._batch_size, self._options.drop_last
+        )
 
 
 @functools.cache

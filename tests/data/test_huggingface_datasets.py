@@ -138,10 +138,6 @@ def test_what_is_made_of_a_share_is_one_too() -> None:
 def test_workers_of_a_loader_divide_a_stream() -> None:
     stream = shard_of(points([9, 9, 5])).to_huggingface(streaming=True).with_format("torch")
     options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
-    rows = [torch.cat([batch["id"] for batch in each]) for each in _twice(stream, options)]
-    assert [sorted(each.tolist()) for each in rows] == [list(range(ROWS))] * 2
-
-
-def _twice(stream: Any, options: dict[str, Any]) -> list[Any]:
     loader = torch.utils.data.DataLoader(stream, batch_size=4, **options)
-    return [list(loader), list(loader)]
+    rows = [torch.cat([batch["id"] for batch in loader]) for _ in range(2)]
+    assert [sorted(each.tolist()) for each in rows] == [list(range(ROWS))] * 2

@@ -36,8 +36,8 @@ def kernel_for(
             km=jupyter_client.AsyncKernelManager(
                 kernel_name="this_python", kernel_spec_manager=specs
             ),
-            timeout=int(DEADLINE),
-            startup_timeout=int(DEADLINE),
+            timeout=DEADLINE,
+            startup_timeout=DEADLINE,
             shutdown_kernel="immediate",
             coalesce_streams=True,
             record_timing=False,

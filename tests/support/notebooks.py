@@ -62,8 +62,8 @@ class Place:
         }
         return run_here(name, self.folder / name, environment)
 
-    def _spark_conf(self, notebook: str, properties: dict[str, str]) -> Path:
-        folder = self.folder / f"{notebook}-conf"
+    def _spark_conf(self, name: str, properties: dict[str, str]) -> Path:
+        folder = self.folder / f"{name}-conf"
         folder.mkdir()
         shutil.copy(ROOT / "conf" / "log4j2.properties", folder)
         settings = {

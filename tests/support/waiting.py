@@ -14,7 +14,7 @@ MARK = "DISTRIBUTOR_TEST_MARK"
 """An environment variable that marks all processes that a test has started."""
 SOON = 10.0
 """Seconds within which all processes of a run that was cut short must have ended."""
-DEADLINE = 300.0
+DEADLINE = 300
 """Seconds for whole programs, Spark's start included, on a slow machine with other tests."""
 TICK = 0.02
 

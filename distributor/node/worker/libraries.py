@@ -23,15 +23,11 @@ def adapt_libraries(uses_gpus: bool, context: WorkerContext) -> None:
     adapt("accelerate.state", huggingface.see_all_ranks)
     adapt("accelerate.state", huggingface.note_ignored_fsdp)
     adapt("accelerate.utils.fsdp_utils", huggingface.refuse_lost_adapters)
-
-    def report(done: int, total: int) -> None:
-        context.send(Progress(done=done, total=total, metrics={}))
-
-    adapt("transformers.trainer", partial(huggingface.report_progress, report=report))
     for name in lightning.CONNECTORS:
         adapt(name, partial(lightning.see_all_ranks, uses_gpus=uses_gpus))
     _keep_groups()
     _report_training(context)
+    _report_steps(context)
     # `SparkFiles` finds files as in Spark's own functions.
     if folder := os.environ.get(SPARK_FILES):
         for name in pyspark.MODULES_OF_SPARK_FILES:
@@ -52,6 +48,15 @@ def _report_training(context: WorkerContext) -> None:
 
     adapt("torch.optim.optimizer", lambda each: each.register_optimizer_step_post_hook(note_step))
     context.add_final_step(report)
+
+
+def _report_steps(context: WorkerContext) -> None:
+    """Have the steps of a Transformers ``Trainer`` be the progress of the run."""
+
+    def report(done: int, total: int) -> None:
+        context.send(Progress(done=done, total=total, metrics={}))
+
+    adapt("transformers.trainer", partial(huggingface.report_progress, report=report))
 
 
 def _keep_groups() -> None:
