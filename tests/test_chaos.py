@@ -15,7 +15,7 @@ from support.cluster import Cluster
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has supervisors")
 ROOT = Path(__file__).parent.parent
 EVERY_DAY = ("a rank is killed", "a rank's parent is killed", "a listener never returns")
-ON_A_CLUSTER = ("a rank's parent is killed", "an executor is killed", ORDINARY)
+ON_A_CLUSTER = ("an executor is killed", ORDINARY)
 
 
 @pytest.mark.repository

@@ -103,7 +103,7 @@ def skip_without(package: str) -> None:
         pytest.skip(f"{package} is not installed")
 
 
-ON_A_CLUSTER = ("quick_start", "fault_tolerance", "lightning_trainer", "databricks_air")
+ON_A_CLUSTER = ("fault_tolerance", "databricks_air")
 RUN_ALL = """
 import contextlib, io, runpy, sys, traceback
 
