@@ -216,6 +216,10 @@ def test_the_hint_names_a_path_that_was_taken_for_a_name_of_the_hub(
         else:
             assert hint is not None
             assert f"On the driver 'models/mine' is {folder}/models/mine" in hint
+    absolute = OSError(f"Repo id must be in the form 'repo_name': '{folder}/models/mine'.")
+    hint = user_modules.hint(absolute, script, ())
+    assert hint is not None
+    assert "/models/mine exists on the driver, but not on the executor of this rank" in hint
 
 
 def test_only_the_imported_modules_of_a_large_package_are_sent(

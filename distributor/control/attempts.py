@@ -92,8 +92,9 @@ def _run_attempt(attempt: Attempt, launcher: Launcher, listeners: Listeners) -> 
         # Outside register_run, because a generator's context cannot pass on a frozen exception.
         try:
             return _values_of(attempt, outcomes)
-        except (ModuleNotFoundError, OSError) as error:
-            if hint := launcher.hint(error, attempt.spec):
+        except (ModuleNotFoundError, OSError, KeyError) as error:
+            data = attempt.run.datasets
+            if hint := launcher.hint(error, attempt.spec) or (data and data.hint(error)):
                 add_note(error, hint)
             raise
 

@@ -43,6 +43,9 @@ class Datasets(Protocol):
     def check(self, num_ranks: int) -> None:
         """Check that there are rows for so many ranks."""
 
+    def hint(self, error: Exception) -> str | None:
+        """Return which columns there are, if a rank has looked for another, which is the error."""
+
     def file(self) -> BinaryIO:
         """Return a file with all rows, for ranks on this machine."""
 

@@ -47,7 +47,7 @@ SKIPPED = ("__pycache__", ".git", ".venv", "node_modules")
 NOT_SENT = ("distributor", "pyspark", "py4j", *sys.builtin_module_names)
 """Modules that executors have, or that are sent in another way."""
 ARCHIVE = "distributor-modules-"
-_HUB = re.compile(r"huggingface|hf\.co\b")
+_HUB = re.compile(r"huggingface|hf\.co\b|Repo id must")
 _LIBRARY = re.compile(r"\.(so|dylib|dll|pyd)(\.\d+)*$")
 
 Requested = Sequence[str | os.PathLike[str]]
@@ -241,8 +241,9 @@ def hint(error: Exception, program: Program, requested: Requested) -> str | None
         return _hint_about_module(error.name or "", program, requested)
     if not isinstance(error, OSError):
         return None
-    paths = _paths_in(error) if isinstance(error, FileNotFoundError) else iter(())
-    if _HUB.search(str(error)):  # it takes a folder that is not there for a name of the hub
+    is_of_hub = _HUB.search(str(error))  # which takes a folder that is not there for a name
+    paths = _paths_in(error) if is_of_hub or isinstance(error, FileNotFoundError) else iter(())
+    if is_of_hub:
         paths = itertools.chain(paths, _relative_paths_in(program))
     hints = (_hint_about_file(path, program) for path in paths)
     return next(filter(None, hints), None)
@@ -274,7 +275,7 @@ def _hint_about_module(name: str, program: Program, requested: Requested) -> str
     )
 
 
-def _paths_in(error: FileNotFoundError) -> Iterator[str]:
+def _paths_in(error: OSError) -> Iterator[str]:
     """Yield what may be the path in an error; libraries often have it in the message only."""
     for name in (error.filename, error.filename2):
         if isinstance(name, (str, bytes)):

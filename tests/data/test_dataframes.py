@@ -103,8 +103,16 @@ def test_rows_are_freed_after_a_failed_run(on_executors: TorchDistributor, spark
     def die(shard: Any) -> None:
         os.kill(os.getpid(), 9)
 
+    def read_text(rows: Any) -> list[str]:
+        return [row["text"] for row in rows.iter_rows()]
+
     with pytest.raises(WorkerDied):
         on_executors.run(die, spark.range(4))
+    with pytest.raises(KeyError) as caught:
+        on_executors.run(read_text, spark.range(4).selectExpr("id", "'a' AS body"))
+    assert (
+        "If 'text' is meant as a column: rows has the columns id, body." in caught.value.__notes__
+    )
 
 
 def test_a_run_is_cancelled_while_spark_computes(

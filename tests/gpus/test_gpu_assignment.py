@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pyspark
 import pytest
+from support.cluster import cluster_on
 from support.gpus import (
+    DRIVER,
     TOO_MANY_PROCESSES,
     RunGpuDriver,
     check_gpus,
@@ -16,6 +21,7 @@ from support.gpus import (
     cluster_conf,
     local_conf,
 )
+from support.machines import machines_on_loopback
 
 from distributor import TorchDistributor
 
@@ -88,6 +94,45 @@ def test_each_rank_has_a_whole_gpu_where_tasks_have_fractions(
     for ranks, per_task in (("4", 2), ("3", 1)):
         check_numbers(facts[ranks], int(ranks), per_task)
         check_gpus(facts[ranks], per_task, {"4", "5"})
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.skipif(pyspark.__version__ < "4", reason="PySpark 3.5 has no profile for one job")
+def test_executors_that_come_for_a_run_give_each_rank_a_whole_gpu(
+    tmp_path: Path, make_discovery_script: Callable[..., str]
+) -> None:
+    gpus = {"amount": "2", "discoveryScript": make_discovery_script("0", "1")}
+    options = " ".join(f"-Dspark.worker.resource.gpu.{key}={gpus[key]}" for key in gpus)
+    conf = {
+        "spark.dynamicAllocation.enabled": "true",
+        "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+        "spark.dynamicAllocation.executorIdleTimeout": "5s",
+        "spark.executor.cores": "2",
+        "spark.executor.resource.gpu.amount": "2",
+        "spark.task.resource.gpu.amount": "0.5",
+        "spark.executorEnv.CUDA_VISIBLE_DEVICES": "4,5",
+    }
+    source = """
+        def shares(_):
+            from pyspark import TaskContext
+            return sorted(TaskContext.get().resources())
+
+        facts["ranks"] = run_ranks(4, start_timeout=200)
+        facts["others"] = spark.sparkContext.parallelize(range(4), 4).map(shares).collect()
+        send(facts=facts)
+    """
+    with machines_on_loopback(4) as machines:
+        for worker in machines[2:]:
+            worker.environment["SPARK_WORKER_OPTS"] = options
+        with (
+            cluster_on(machines, tmp_path, cores=2) as cluster,
+            cluster.driver(DRIVER + textwrap.dedent(source), **conf) as driver,
+        ):
+            facts = driver.receive("facts")["facts"]
+    check_numbers(facts["ranks"], 4, 2)
+    check_gpus(facts["ranks"], 2, {"4", "5"})
+    assert facts["others"] == [["gpu"]] * 4
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.settings_table import ADMIN_DEFAULTS, defaults_table, settings_table
+from support.settings_table import ADMIN_DEFAULTS, defaults_table, settings_tables
 
 from distributor import TorchDistributor
 from distributor.run.settings import Settings
@@ -110,5 +110,5 @@ assert not {"pyspark", "torch", "mlflow"} & set(sys.modules)
 
 def test_the_page_has_the_tables_of_settings_and_defaults() -> None:
     text = PAGE.read_text()
-    assert settings_table() in text, "run: PYTHONPATH=tests python -m support.settings_table"
+    assert settings_tables() in text, "run: PYTHONPATH=tests python -m support.settings_table"
     assert defaults_table() in text

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gpus import write_script
 from support.managed import (
     ENDS_IN,
     SECONDS,
     Failed,
     ManagedSession,
     Manager,
+    gpus_of_a_node,
     manager,
     nearly_a_node,
     properties_of_hadoop,
@@ -211,6 +215,36 @@ def test_executors_come_for_a_run_and_go(cluster: Manager) -> None:
                 result.append(count())
         """)
     assert counts == [0, 2, 0, 2, 0]
+
+
+def test_each_rank_has_a_whole_gpu_where_tasks_have_fractions(cluster: Manager) -> None:
+    if gpus_of_a_node(cluster.name) < 2:
+        pytest.skip("no node of the cluster is known to have two GPUs")
+    found = json.dumps({"name": "gpu", "addresses": ["0", "1"]})
+    folder = cluster.folder if cluster.name == "yarn" else Path(cluster.storage)
+    script = write_script(folder, "discover.sh", f"echo '{found}'")
+    gpus = {"amount": "2", "discoveryScript": script, "vendor": "nvidia.com"}
+    conf = {f"spark.executor.resource.gpu.{key}": value for key, value in gpus.items()}
+    conf |= {"spark.task.resource.gpu.amount": "0.5"}
+    with cluster.session(2, **conf) as session:
+        result = session.run("""
+            def gpus():
+                import os
+                node = os.environ.get("CONTAINER_ID", os.environ.get("HOSTNAME"))
+                return node, os.environ["CUDA_VISIBLE_DEVICES"]
+
+            def shares(_):
+                from pyspark import TaskContext
+                return sorted(TaskContext.get().resources())
+
+            whole = ranks(4, use_gpu=True).run_all(gpus)
+            others = spark.sparkContext.parallelize(range(4), 4).map(shares).collect()
+            result = {"whole": whole, "others": others}
+        """)
+    (first, gpus_of_first), _, (second, gpus_of_second), _ = result["whole"]
+    assert first != second
+    assert gpus_of_first == gpus_of_second == "0,1"
+    assert result["others"] == [["gpu"]] * 4
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,9 @@ def test_a_wait_for_room_and_an_application_that_is_killed(yarn: Manager) -> Non
         assert time.monotonic() < began + 30, "the second run did not start"
 
 
-@pytest.mark.skipif(bool(WHY) or gpus_of_a_node() < 2, reason="no node of the cluster has two GPUs")
+@pytest.mark.skipif(
+    bool(WHY) or gpus_of_a_node("yarn") < 2, reason="no node of the cluster has two GPUs"
+)
 @pytest.mark.parametrize("mode", ["client", "cluster"])
 def test_the_properties_file_as_its_header_says(yarn: Manager, tmp_path: Path, mode: str) -> None:
     values = {

@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 28_000,
+    "lines of code in distributor/": 28_010,
     "modules in distributor/": 296,
-    "lines in tests/": 29_840,
+    "lines in tests/": 30_000,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -46,8 +46,8 @@ ENDS_IN = 60.0
 
 LOOP = """
 def ranks(count, **settings):
-    settings = {"start_timeout": 120, "timeout": 240, **settings}
-    return TorchDistributor(count, local_mode=False, use_gpu=False, **settings)
+    settings = {"use_gpu": False, "start_timeout": 120, "timeout": 240, **settings}
+    return TorchDistributor(count, local_mode=False, **settings)
 
 def executor_of_rank():
     import os, psutil
@@ -211,7 +211,9 @@ def _own_address(name: str) -> str:
         return str(sock.getsockname()[0])
 
 
-def gpus_of_a_node() -> int:
-    """Return how many GPUs a node of YARN has, real or not; 0 if no cluster is known."""
+def gpus_of_a_node(name: str) -> int:
+    """Return how many GPUs a node of the cluster has, real or not; 0 if that is not known."""
+    if name == "kubernetes":
+        return int(os.environ.get("KUBERNETES_GPUS", 0))
     known = properties_of_hadoop("resource-types.xml")
     return int(known.get("yarn.resource-types.yarn.io/gpu.maximum-allocation", 0))

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from distributor.cli import make_parser
+from distributor.cli import GROUPS, make_parser
 from distributor.run.settings import Settings
 from distributor.settings.defaults import CACHE_DIR
 from distributor.settings.fields import AdminDefault, admin_defaults
@@ -22,13 +22,22 @@ ADMIN_DEFAULTS = {**admin_defaults(Settings), f'env["{CACHE_DIR.variable}"]': CA
 COMMAND_NAMES = ("run", "doctor")
 
 
-def settings_table() -> str:
-    """Return the table as Markdown; a star marks defaults that an administrator can set."""
-    rows = [
-        f"| `{field.name}` | {_default(field)} | {_text(field.metadata['text'])} |"
-        for field in dataclasses.fields(Settings)
-    ]
-    return "\n".join(["| setting | default | description |", "| --- | --- | --- |", *rows])
+def settings_tables() -> str:
+    """Return a table for each group of the command's help; a star marks defaults for all runs."""
+    left = {field.name: field for field in dataclasses.fields(Settings)}
+    groups = {
+        title: [left.pop(name) for name in names if name in left] for title, names in GROUPS.items()
+    }
+    sections = []
+    for title, fields in (*groups.items(), ("in Python only", [*left.values()])):
+        rows = [
+            f"| `{field.name}` | {_default(field)} | {_text(field.metadata['text'])} |"
+            for field in fields
+        ]
+        head = ["| setting | default | description |", "| --- | --- | --- |"]
+        if rows:
+            sections.append("\n".join([f"## {title[0].upper()}{title[1:]}", "", *head, *rows]))
+    return "\n\n".join(sections)
 
 
 def defaults_table() -> str:
@@ -77,7 +86,7 @@ def _text(text: str) -> str:
 
 
 if __name__ == "__main__":
-    SETTINGS.write_text(fill_section(SETTINGS.read_text(), "settings", settings_table()))
+    SETTINGS.write_text(fill_section(SETTINGS.read_text(), "settings", settings_tables()))
     text = COMMANDS.read_text()
     for command in COMMAND_NAMES:
         text = fill_section(text, command, options_table(command))

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
+import pyarrow as pa
+
 from distributor._compat import pyspark as private
 from distributor.control.cancellation import Cancellation
 from distributor.core.resources import format_bytes
@@ -79,6 +81,15 @@ class Datasets:
             for spec in self.specs:
                 notify(_describe(spec, num_ranks))
         self._shown_for = num_ranks
+
+    def hint(self, error: Exception) -> str | None:
+        """Return which columns there are, if a rank has looked for one that is not there."""
+        name = error.args[0] if isinstance(error, KeyError) and error.args else None
+        schemas = {each.name: pa.ipc.read_schema(pa.py_buffer(each.schema)) for each in self.specs}
+        if not isinstance(name, str) or any(name in each.names for each in schemas.values()):
+            return None
+        have = (f"{data} has the columns {', '.join(schemas[data].names)}" for data in schemas)
+        return f"If '{name}' is meant as a column: {'; '.join(have)}."
 
     def frame(self, num_nodes: int, ranks_per_node: int) -> Any:
         """Return a DataFrame with a partition for each node, which Spark has on its disks."""
