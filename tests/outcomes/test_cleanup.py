@@ -189,6 +189,6 @@ def test_nothing_in_the_drivers_process_changes(
     wait_until(lambda: children() <= processes, "its processes have ended")
     if distributor.local_mode:
         wait_until(lambda: set(threading.enumerate()) <= threads, "its threads have ended")
-        assert open_files() == files
+        assert open_files() <= files, "sockets of the first run may have been among them"
     else:  # Py4J keeps connections and threads for later calls
         assert state_of_spark() == spark_before
