@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.pages import PAGES, python_blocks
+from support.waiting import DEADLINE
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,7 +45,7 @@ def test_the_losses_of_trl_are_those_under_torchrun(spark: Any, tmp_path: Path) 
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=DEADLINE,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         state = json.loads((output / "checkpoint-6" / "trainer_state.json").read_text())
