@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-LOCK_POLL_SECONDS = 0.05
+LOCK_POLL_SECONDS = 0.001, 0.05  # at first, and at most: most locks are held for milliseconds
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
@@ -99,10 +99,12 @@ def lock_exclusively(descriptor: int, seconds: float, late: str) -> None:
     After so many seconds, raise TimeoutError with the text `late`.
     """
     deadline = time.monotonic() + seconds
+    pause, longest = LOCK_POLL_SECONDS
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         if time.monotonic() > deadline:
             raise TimeoutError(late)
-        time.sleep(LOCK_POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(pause * 1.5, longest)
