@@ -13,7 +13,7 @@ from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import LOCAL
 from benchmarks.turns import Effort, measured
-from distributor.core.extras import DISTRIBUTION
+from distributor.core.versions import DISTRIBUTION
 
 OURS = Peer(
     "ours",

@@ -16,7 +16,7 @@ from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import EMBEDDED
 from benchmarks.turns import Effort, measured
-from distributor.core.extras import DISTRIBUTION
+from distributor.core.versions import DISTRIBUTION
 
 LOADERS = {
     peer.name: peer

@@ -14,7 +14,6 @@ import time
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from distributor.link.tcp_link import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from distributor.wire import protocol
 from distributor.wire.messages import (
     Heartbeat,
@@ -26,6 +25,7 @@ from distributor.wire.messages import (
     Rendezvous,
     Unlink,
 )
+from distributor.wire.tcp_link import CONNECT_SECONDS, HANDSHAKE_SECONDS
 
 LOOPBACK = "127.0.0.1"
 READY = "ready"

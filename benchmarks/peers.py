@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks import floors, launchers, spark
 from benchmarks.launchers import Run
 from benchmarks.packages import version_of
-from distributor.core.extras import DISTRIBUTION
+from distributor.core.versions import DISTRIBUTION
 
 
 @dataclass(frozen=True)

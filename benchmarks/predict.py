@@ -22,7 +22,7 @@ from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import session
 from benchmarks.turns import Effort, measured
-from distributor.core.extras import DISTRIBUTION
+from distributor.core.versions import DISTRIBUTION
 
 Load = Callable[[], Any]
 Outputs = Callable[[], tuple[int, float]]

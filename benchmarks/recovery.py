@@ -27,7 +27,7 @@ from benchmarks.peers import Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import EMBEDDED, LOCAL
 from benchmarks.turns import Effort, measured
-from distributor.core.extras import DISTRIBUTION
+from distributor.core.versions import DISTRIBUTION
 
 RANKS = 2
 ONE_CORE = "local-cluster[2,1,1024]"

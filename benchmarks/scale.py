@@ -169,12 +169,10 @@ def _processes() -> Iterator[list[subprocess.Popen[str]]]:
 def _follow_run(crowd: _Crowd) -> float:
     """Follow the run as the driver does, with a hub and a controller; return the start time."""
     from distributor.control.controller import Controller
-    from distributor.control.listeners import Listeners
     from distributor.control.run import Attempt, Handle, Launcher, NodesEnded, Run
-    from distributor.control.sink import DriverSink
-    from distributor.programs.programs import program_of
-    from distributor.run.settings import Settings
-    from distributor.run.spec import RunSpec
+    from distributor.control.sink import DriverSink, Listeners
+    from distributor.programs import program_of
+    from distributor.run_spec import RunSpec, Settings
     from distributor.wire.hub import Hub
 
     secret = secrets.token_hex(16)
@@ -184,7 +182,7 @@ def _follow_run(crowd: _Crowd) -> float:
         min_processes=1,
         settings=Settings(warm=False),
     )
-    attempt = Attempt(run=Run(spec=spec), num_ranks=crowd.nodes)
+    attempt = Attempt(run=Run(spec=spec, launcher=Launcher()), num_ranks=crowd.nodes)
     deadline = time.monotonic() + DEADLINE
     with (
         Hub("127.0.0.1", secret.encode()) as hub,

@@ -17,16 +17,17 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from distributor.control.attempts import execute
 from distributor.control.stack_requests import stacks
 from distributor.core.module_search import is_runnable
 from distributor.core.spelling import Spelling, suggestion
 from distributor.core.text import printable
-from distributor.diagnosis.settings import Wanted
+from distributor.diagnosis.report import Wanted
 from distributor.errors import WorkerDied
 from distributor.node.worker.stacks import append_stacks
-from distributor.prepared_run import prepare_run
-from distributor.programs.programs import module_of, program_of
-from distributor.run.settings import Settings, check_shown_ranks
+from distributor.prepared_run import FIRST_GROUP, prepare_run
+from distributor.programs import module_of, program_of
+from distributor.run_spec import Settings, check_shown_ranks
 from distributor.screen.screen import SCREEN
 from distributor.serialization.program import Module
 from distributor.settings.fields import help_of, setting_fields
@@ -100,10 +101,10 @@ def _run(options: argparse.Namespace) -> None:
         if hasattr(signal, "SIGQUIT"):
             signal.signal(signal.SIGQUIT, _show_stacks)
         try:
-            prepared = prepare_run(_Distributor(**settings), False, program, tuple(args), {})
+            run = prepare_run(_Distributor(**settings), False, program, tuple(args), {})
         except (RuntimeError, OSError) as error:
             raise ValueError(str(error)) from error  # nothing was launched
-        prepared.start()
+        execute(run)
 
 
 def _program(options: argparse.Namespace, args: Sequence[str], *, has_environment: bool) -> Any:
@@ -347,33 +348,8 @@ examples:
 
 docs/reference/settings.md describes each setting in full.
 """
-FIRST = "what most runs need"
-GROUPS = {
-    FIRST: ("num_processes", "local_mode", "use_gpu"),
-    "ranks": ("gpu_type", "numa_binding", "warm", "preload"),
-    "cluster": (
-        "executor_resources",
-        "gpu_sharing",
-        "barrier",
-        "pool",
-        "hub_address",
-        "hub_port",
-        "rank_ports",
-    ),
-    "output": ("show_output", "log_dir", "stall_warning"),
-    "failures": (
-        "max_failures",
-        "max_preemption_failures",
-        "storage_path",
-        "name",
-        "start_timeout",
-        "timeout",
-        "stall_timeout",
-    ),
-    "environment": ("env", "forward_env", "environment", "py_modules"),
-    "tracking": ("mlflow_ranks",),
-}
-"""The options of ``distributor run``, in the order of its help."""
+GROUPS = (FIRST_GROUP, "ranks", "cluster", "output", "failures", "environment", "tracking")
+"""The groups of settings, in the order of the help of ``distributor run``."""
 
 
 def _wrapped(text: str, prefix: str = "") -> str:
@@ -426,15 +402,14 @@ def _add_run(commands: Any) -> _Parser:
         "args", nargs=argparse.REMAINDER, help="arguments of the script or module, after --"
     )
     args.required = False  # the error without a script would name it too
-    fields = {field.name: field for field in setting_fields(TorchDistributor)}
-    options = {name: _SPELLING.of(name) for name in fields}
-    for title, names in GROUPS.items():
-        group = run.add_argument_group(title)
-        for name in names:
-            text = help_of(fields[name], options).replace("%", "%%")
-            run.note(*_add_options(group, fields[name], text))
-        if title == FIRST:
-            run.note(*_add_spark_options(group))
+    fields = setting_fields(TorchDistributor)
+    options = {field.name: _SPELLING.of(field.name) for field in fields}
+    groups = {title: run.add_argument_group(title) for title in GROUPS}
+    for field in fields:
+        if title := field.metadata["group"]:
+            text = help_of(field, options).replace("%", "%%")
+            run.note(*_add_options(groups[title], field, text))
+    run.note(*_add_spark_options(groups[FIRST_GROUP]))
     run.set_defaults(command="run", known_options=list(run.options))
     return run
 

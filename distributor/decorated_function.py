@@ -11,7 +11,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 from distributor.control.future import RunFuture
 from distributor.core.cell_errors import ends_at_caller
 from distributor.core.gpus import AcceleratorType, GPUType
-from distributor.programs.programs import check_arguments
+from distributor.programs import check_arguments
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.torch_distributor import TorchDistributor
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from distributor.core.spelling import Spelling, check_names
-from distributor.programs.programs import instead_of_keywords
-from distributor.run.settings import Settings
+from distributor.programs import instead_of_keywords
+from distributor.run_spec import Settings
 from distributor.serialization.program import Argument, FileArgument, Program
 from distributor.settings.fields import documented
 from distributor.settings.types import check_bool, check_count

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
-from distributor.core.extras import require_spark
+from distributor.core.versions import require_spark
 from distributor.spark.java import why_no_java
 from distributor.spark.log_quieting import no_warning
 from distributor.torch_distributor import TorchDistributor

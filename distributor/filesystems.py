@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from distributor._compat.pyspark import sent_hadoop_configuration
-from distributor.core.paths import absolute, local_path
+from distributor.core.files import absolute, local_path
 
 HDFS = ("hdfs", "viewfs")
 OBJECT_STORES = ("s3", "gcs")

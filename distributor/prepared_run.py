@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import Field, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from distributor.control.attempts import run_attempts
-from distributor.control.interrupts import interruptible
-from distributor.control.run import Launcher, Run
-from distributor.core.cell_errors import ends_at_caller, shorten_in_cell
-from distributor.core.checkpoint_config import CheckpointSettings
-from distributor.core.files import removed_if_empty
-from distributor.core.html import table_of
-from distributor.core.mlflow_env import NAMED_SERVER
-from distributor.core.paths import absolute, shown
-from distributor.core.redaction import Redaction
-from distributor.core.text import printable
-from distributor.data.dataframes import DatasetFinder
-from distributor.errors import DistributorError
+from distributor.control.graceful_shutdown import interruptible
+from distributor.control.run import Datasets, Launcher, Run
+from distributor.core.cell_errors import ends_at_caller
+from distributor.core.files import absolute, removed_if_empty, shown
+from distributor.core.rank_variables import NAMED_SERVER, CheckpointSettings
+from distributor.core.text import Redaction, printable, table_of
+from distributor.core.versions import require_spark
+from distributor.data.dataframes import DatasetFinder, SparkDataset
 from distributor.launchers.local import LocalLauncher, prepare_zygote
-from distributor.launchers.spark.datasets.arguments import check_datasets, datasets_of
-from distributor.programs.programs import program_of
-from distributor.run.settings import (
+from distributor.programs import program_of
+from distributor.run_spec import (
+    RunSpec,
     Settings,
     check_shown_ranks,
     forwarded_env,
     gpu_type_of,
     ignored_settings,
+    new_run_id,
 )
-from distributor.run.spec import RunSpec, new_run_id
-from distributor.screen.labels import RunLabel
-from distributor.screen.messages import warn
-from distributor.screen.one_time_warnings import warn_once
+from distributor.screen.messages import RunLabel, warn, warn_once
 from distributor.screen.run_block import RunBlock
-from distributor.serialization.program import Program
+from distributor.serialization.program import Module, Program
 from distributor.settings.fields import AdminDefault, setting, setting_fields
 from distributor.settings.types import RANKS, SWITCH, check_num_processes, option
-from distributor.spark.call_site import CallSite
 from distributor.spark.plan import plan_cluster, plan_local
 from distributor.spark.session import Session
+from distributor.spark.spark_job import CallSite
 from distributor.tracking.recorder import Recorder
 from distributor.tracking.run import (
     TrackedRun,
@@ -59,6 +52,8 @@ CHECK_STORAGE = "distributor.train.runtime.session:check_storage"
 LATEST_CHECKPOINT = "distributor.train.storage.checkpoint_store:latest_checkpoint"
 LATEST_POSITIONS = "distributor.train.storage.checkpoint_store:latest_positions"
 """What reads the name of a run's latest checkpoint, and its positions of data loaders."""
+
+FIRST_GROUP = "what most runs need"
 
 NOT_TRACKED = "MLflow is off: this run has no MLflow run of its own. Return the metrics."
 
@@ -76,6 +71,7 @@ class PlannedSettings(Settings):
         """Number of ranks. In local mode with GPUs it is reduced, with a warning, to the number
         of GPUs. A pair is (minimum, maximum): each attempt takes as many ranks as there is room
         for.""",
+        group=FIRST_GROUP,
     )
     local_mode: bool = setting(
         True,
@@ -88,6 +84,7 @@ class PlannedSettings(Settings):
         ),
         """Whether ranks run on this machine, without Spark. If False, they run on the executors
         of the active Spark session, classic or Connect.""",
+        group=FIRST_GROUP,
     )
     use_gpu: bool = setting(
         True,
@@ -97,6 +94,7 @@ class PlannedSettings(Settings):
         ),
         """Whether each rank has a GPU. If False, GPUs are hidden from the ranks on executors, and
         those on this machine have its ``CUDA_VISIBLE_DEVICES``.""",
+        group=FIRST_GROUP,
     )
 
     @interruptible
@@ -210,8 +208,7 @@ def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> P
         requested = {key: str(value) for key, value in settings.executor_resources.items()}
         session = Session(session.spark, requested)
     # They need pyarrow and NumPy.
-    from distributor.launchers.spark.barrier_launcher import BarrierLauncher
-    from distributor.launchers.spark.gang.launcher import GangLauncher
+    from distributor.launchers.spark.launcher import BarrierLauncher, GangLauncher
 
     cluster = plan_cluster(
         session,
@@ -225,92 +222,6 @@ def plan(settings: PlannedSettings, min_processes: int, max_processes: int) -> P
     return Planned(kind(session, cluster), max_processes, cluster.num_tasks)
 
 
-@dataclass(frozen=True)
-class PreparedRun:
-    """A run that can start.
-
-    Parameters
-    ----------
-    run : Run
-        The run.
-    launcher : Launcher
-        Starts the ranks.
-    recorder : Recorder or None
-        Logs the job to its MLflow run; None if it has no such run.
-    checkpoints : CheckpointSettings or None
-        The storage of its checkpoints, if it has any.
-    latest_checkpoint : callable
-        Returns the name of the checkpoint in it from which the run resumes, if there is one.
-    """
-
-    run: Run
-    launcher: Launcher
-    recorder: Recorder | None
-    checkpoints: CheckpointSettings | None
-    latest_checkpoint: Callable[[CheckpointSettings], str | None]
-
-    def start(self) -> list[Any]:
-        """Run, and return the values of rank 0 or of all ranks."""
-        recorded: AbstractContextManager[object] = self.recorder or nullcontext()
-        storage = _run_folder(self.checkpoints)
-        handled = sys.exc_info()[1]  # by the caller
-        try:
-            with self.run.label, self.run.block, storage, self.run.graceful_shutdown, recorded:
-                self._announce_checkpoint()
-                return run_attempts(self.run, self.launcher)
-        except BaseException as error:
-            if self.recorder:
-                self.recorder.end(error)  # unless it has: the run may have failed before it began
-            if interrupt := _interrupt_behind(error, handled):
-                ended = f"the run of {self.run.label.name} has ended, and no rank is left"
-                interrupt.args = interrupt.args or (ended,)
-                shorten_in_cell(interrupt)
-                raise interrupt from None
-            error = self.run.spec.settings.spelling.own(error)
-            shorten_in_cell(error)
-            if not isinstance(error, Exception) or not _is_explained(error):
-                raise
-            BaseException.with_traceback(error, None)  # the launcher's frames do not help the user
-            raise error
-
-    def _announce_checkpoint(self) -> None:
-        """Show from which checkpoint the run resumes, unless only the ranks reach the storage."""
-        if (stored := self.checkpoints) is None:
-            return
-        with suppress(Exception):
-            if latest := self.latest_checkpoint(stored):
-                self.run.notify(
-                    f"Resuming {stored.name} in {shown(stored.storage_path)}, whose latest "
-                    f"checkpoint is {latest}. Another name starts anew."
-                )
-
-
-def _run_folder(settings: CheckpointSettings | None) -> AbstractContextManager[None]:
-    """Remove the run's folder at the end if nothing was stored in it, unless it is elsewhere."""
-    if settings is None or "://" in settings.storage_path:
-        return nullcontext()
-    return removed_if_empty(Path(settings.storage_path, settings.name))
-
-
-def _interrupt_behind(
-    error: BaseException | None, handled: BaseException | None
-) -> KeyboardInterrupt | None:
-    """Return the interrupt that an error is, or that has led to it: a call of Spark may break.
-
-    The error that the caller handles is in the context of all others, and has not led to them.
-    """
-    while error is not None and error is not handled:
-        if isinstance(error, KeyboardInterrupt):
-            return error
-        error = error.__context__
-    return None
-
-
-def _is_explained(error: Exception) -> bool:
-    """Return whether an error's message and cause say what happened: no bug of this package."""
-    return isinstance(error, DistributorError) or hasattr(error, "rank_failures")
-
-
 @ends_at_caller
 @interruptible
 def prepare_run(
@@ -320,8 +231,8 @@ def prepare_run(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     finder: DatasetFinder | None = None,
-) -> PreparedRun:
-    """Build the job of one call.
+) -> Run:
+    """Build the run of one call, without starting it.
 
     Parameters
     ----------
@@ -336,7 +247,7 @@ def prepare_run(
     """
     finder = finder or DatasetFinder()
     args, kwargs = finder.replace_in(args, kwargs, train_object)
-    check_datasets(finder.datasets, train_object, args)
+    _check_datasets(finder.datasets, train_object, args)
     min_processes, max_processes = check_num_processes("num_processes", settings.num_processes)
     with settings.spelling.renames():
         program = settings._program_of(train_object, args, kwargs)
@@ -372,9 +283,10 @@ def prepare_run(
         keep_all=keep_all,
         run_id=run_id,
     )
-    run = Run(
+    return Run(
         spec=spec,
-        datasets=datasets_of(
+        launcher=launcher,
+        datasets=_datasets_of(
             finder.datasets,
             lambda: settings._stored_positions(checkpoints) if checkpoints else {},
         ),
@@ -382,8 +294,27 @@ def prepare_run(
         label=label,
         block=RunBlock(lambda: label.name, _known(spec, tracking)),
         call_site=CallSite.of_caller(program.name),
+        recorder=recorder,
+        folder=_run_folder(checkpoints),
+        resumption=lambda: _resumption(checkpoints, settings),
     )
-    return PreparedRun(run, launcher, recorder, checkpoints, settings._latest_checkpoint)
+
+
+def _run_folder(settings: CheckpointSettings | None) -> AbstractContextManager[None]:
+    """Remove the run's folder at the end if nothing was stored in it, unless it is elsewhere."""
+    if settings is None or "://" in settings.storage_path:
+        return nullcontext()
+    return removed_if_empty(Path(settings.storage_path, settings.name))
+
+
+def _resumption(stored: CheckpointSettings | None, settings: PlannedSettings) -> str | None:
+    """Return from which checkpoint the run resumes."""
+    if stored is None or (latest := settings._latest_checkpoint(stored)) is None:
+        return None
+    return (
+        f"Resuming {stored.name} in {shown(stored.storage_path)}, whose latest checkpoint is "
+        f"{latest}. Another name starts anew."
+    )
 
 
 def _known(spec: RunSpec, tracking: TrackedRun | Untracked) -> dict[str, str]:
@@ -433,3 +364,32 @@ def warm_up(distributor: PlannedSettings | None = None) -> None:
         )
     _, max_processes = check_num_processes("num_processes", settings.num_processes)
     prepare_zygote(max_processes, {**forwarded_env(settings), **settings.env}, settings.preload)
+
+
+def _check_datasets(found: list[SparkDataset], train_object: Any, args: tuple[Any, ...]) -> None:
+    """Check DataFrames before anything is launched."""
+    if isinstance(train_object, (str, os.PathLike, Module)) and len(args) and found:
+        raise TypeError(
+            f"The arguments of a script are strings, but {found[0].name} is a DataFrame. Pass a "
+            "function, or the path of files that Spark has written."
+        )
+    if found:
+        require_spark()
+    session = Session.active()
+    for dataset in found:
+        if session is None or not session.owns(dataset.frame):
+            raise ValueError(
+                f"The DataFrame {dataset.name} belongs to another Spark session than the active "
+                "one, on which the ranks run: pass a DataFrame of the active session."
+            )
+
+
+def _datasets_of(
+    found: list[SparkDataset], positions: Callable[[], Mapping[str, Any]]
+) -> Datasets | None:
+    """Return the datasets of a run, if it has any."""
+    if not found:
+        return None
+    from distributor.launchers.spark import datasets  # which needs pyarrow
+
+    return datasets.Datasets(found, positions)

@@ -13,7 +13,7 @@ from distributor.core.cell_errors import ends_at_caller
 from distributor.core.gpus import AcceleratorType, GPUType, split_accelerator
 from distributor.core.spelling import Spelling, check_names
 from distributor.decorated_function import DistributedFunction, decorator_of
-from distributor.run.settings import Settings
+from distributor.run_spec import Settings
 from distributor.screen.messages import warn
 from distributor.serverless_errors import (
     IN_PLACE,

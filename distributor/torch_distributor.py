@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
+from distributor.control.attempts import execute
 from distributor.control.future import RunFuture, start_run
 from distributor.core.spelling import Spelling, checks_keywords
 from distributor.data.dataframes import DatasetFinder, from_spark, get_spark_partition_data_loader
@@ -148,7 +149,7 @@ class TorchDistributor(PlannedSettings):
         9
         >>> TorchDistributor(2, use_gpu=False).run("train.py", "--epochs=3")  # doctest: +SKIP
         """
-        return prepare_run(self, False, train_object, args, kwargs).start()[0]
+        return execute(prepare_run(self, False, train_object, args, kwargs))[0]
 
     @overload
     def run_all(
@@ -185,7 +186,7 @@ class TorchDistributor(PlannedSettings):
         >>> TorchDistributor(2, use_gpu=False).run_all(runtime.get_global_rank)
         [0, 1]
         """
-        return prepare_run(self, True, train_object, args, kwargs).start()
+        return execute(prepare_run(self, True, train_object, args, kwargs))
 
     @overload
     def submit(
@@ -325,7 +326,7 @@ class TorchDistributor(PlannedSettings):
             )
         finder = DatasetFinder()
         finder.add(from_spark(spark_dataframe, equal=False), "spark_dataframe")
-        return prepare_run(self, False, train_function, args, kwargs, finder).start()[0]  # type: ignore[no-any-return]
+        return execute(prepare_run(self, False, train_function, args, kwargs, finder))[0]  # type: ignore[no-any-return]
 
     _train_on_dataframe = train_on_dataframe
 
@@ -337,6 +338,5 @@ class TorchDistributor(PlannedSettings):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> RunFuture[Any]:
-        prepared = prepare_run(self, keep_all, train_object, args, kwargs)
-        call, run = (lambda: pick(prepared.start())), prepared.run
-        return start_run(call, run, prepared.launcher.thread)
+        run = prepare_run(self, keep_all, train_object, args, kwargs)
+        return start_run(lambda: pick(execute(run)), run)

@@ -17,11 +17,10 @@ from support.ranks import Distribute
 from support.waiting import until
 
 from distributor import TorchDistributor, UnpicklableError, WorkerDied
-from distributor.control.run import Attempt, Run
-from distributor.policies import retry_policy
-from distributor.programs.programs import program_of
-from distributor.run.settings import Settings
-from distributor.run.spec import RunSpec
+from distributor import policies as retry_policy
+from distributor.control.run import Attempt, Launcher, Run
+from distributor.programs import program_of
+from distributor.run_spec import RunSpec, Settings
 from distributor.serialization.outcome import Origin, death
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -118,7 +117,7 @@ def test_an_attempt_that_limits_let_follow(
         program=program_of(print, (), {}), num_processes=1, min_processes=1, settings=settings
     )
     killed = death(Origin(rank=0, local_rank=0, host="here"), signum=signal.SIGKILL)
-    run, preempted = Run(spec=spec), {"here": [0]}
+    run, preempted = Run(spec=spec, launcher=Launcher()), {"here": [0]}
     attempt = Attempt(run=run, number=number, num_ranks=1, failures=[killed], preempted=preempted)
     assert attempt.may_be_followed == is_followed
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from distributor import TorchDistributor, UnpicklableError, distributed
-from distributor.screen.one_time_warnings import warn_once
+from distributor.screen.messages import warn_once
 
 FOLDER = Path(__file__).parent
 NAN = float("nan")

@@ -77,7 +77,12 @@ def error_names() -> set[str]:
 
 def test_every_error_is_on_the_troubleshooting_page() -> None:
     page = (PAGES / "troubleshooting.md").read_text()
-    names = error_names() - {"NodeStopped", "RefusedError", "Resized"}  # they are handled inside
+    names = error_names() - {
+        "NodeStopped",
+        "RanksFailed",
+        "RefusedError",
+        "Resized",
+    }  # they are handled inside
     assert {"WorkerDied", "RunTimeout"} <= names
     documented = set(re.findall(r"^\| `(\w+)` \| [^|]*`", page, re.MULTILINE))
     assert names - documented == set()

@@ -23,8 +23,7 @@ from support.waiting import assert_gone, marked, until
 
 import distributor
 from distributor import RunTimeout, TorchDistributor, WorkerDied
-from distributor.control.graceful_shutdown import GracefulShutdown
-from distributor.control.interrupts import Interrupts
+from distributor.control.graceful_shutdown import GracefulShutdown, Interrupts
 from distributor.node.agent import termination
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -14,8 +14,8 @@ from support.waiting import until
 
 from distributor.core import resources
 from distributor.core.resources import ContainerMemory, container_memory
-from distributor.launchers.spark.capacity.container_memory import container_shortage
-from distributor.node.agent.memory import MIB
+from distributor.launchers.spark.executors import container_shortage
+from distributor.node.agent.node_warnings import MIB
 
 RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 YARN, KUBERNETES = {"spark.master": "yarn"}, {"spark.master": "k8s://https://host:6443"}

@@ -35,13 +35,13 @@ LAYERS = [
     {"filesystems", "rank"},
     {"serialization"},
     {"wire"},
-    {"link", "policies"},
+    {"policies"},
     {"node"},
     {"screen"},
     {"spark"},
     {"data", "settings"},
-    {"programs"},
-    {"run"},
+    {"programs", "environments"},
+    {"run_spec"},
     {"control"},
     {"launchers"},
     {"runtime", "tracking", "unsupported"},
@@ -60,7 +60,7 @@ COMPAT = "distributor._compat"
 DOCUMENTED = {"_exit", "_fields"}
 """Names of the standard library that begin with an underscore and are documented."""
 
-EXECUTOR_SIDE = {"_compat", "core", "rank", "serialization", "wire", "link", "policies", "node"}
+EXECUTOR_SIDE = {"_compat", "core", "rank", "serialization", "wire", "policies", "node"}
 """The parts that a node imports."""
 
 
@@ -116,7 +116,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_nothing_imports_upward() -> None:
-    assert "distributor.launchers.spark.barrier_launcher" in graph()["distributor.prepared_run"]
+    assert "distributor.launchers.spark.launcher" in graph()["distributor.prepared_run"]
     upward = [
         f"{module} imports {other}"
         for module, others in graph().items()
@@ -246,7 +246,7 @@ def test_modules_on_executors_need_neither_pyspark_nor_torch() -> None:
         if (name.split(".")[1:2] and name.split(".")[1] in EXECUTOR_SIDE)
         or name.startswith("distributor.launchers.spark.task")
     ]
-    assert {"distributor.launchers.spark.task.task", "distributor.wire.link"} < set(names)
+    assert {"distributor.launchers.spark.task.task", "distributor.wire.tcp_link"} < set(names)
     output = python(
         f"""
         import importlib

@@ -13,7 +13,7 @@ from support.ranks import Distribute
 from distributor import TorchDistributor, runtime
 from distributor.launchers.spark.hub_address import HubAddress
 from distributor.rank.messages import Progress, Reader
-from distributor.screen.run_progress import RunProgress
+from distributor.screen.run_block import RunProgress
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

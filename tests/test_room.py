@@ -20,7 +20,7 @@ from distributor import (
     WorkerDied,
     load_value,
 )
-from distributor.control import outcomes
+from distributor.control import nodes as outcomes
 from distributor.serialization.outcome import Origin, death
 
 NOT_APART, NOT_MOUNTED = why_not_apart(), why_not_mounted()

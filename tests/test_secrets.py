@@ -23,7 +23,7 @@ from support.machines import machines_on_loopback
 from support.waiting import comes_true
 
 from distributor import TorchDistributor, WorkerDied
-from distributor.core.redaction import MASK
+from distributor.core.text import MASK
 
 SECRET = "hunter2-hunter2"
 RUN_SECRET = hashlib.sha256(b"of the run").digest()
@@ -119,6 +119,8 @@ def test_a_secret_does_not_leave_the_ranks_of_a_cluster(tmp_path: Path) -> None:
     events.mkdir()
     source = f"""{PROGRAM}
 import hashlib, secrets
+from unittest import mock
+from distributor.launchers.spark import launcher
 random_bytes, of_the_run = secrets.token_bytes, hashlib.sha256(b"of the run").digest()
 secrets.token_bytes = lambda count: of_the_run if count == 32 else random_bytes(count)
 secret = json.loads(_channel.makefile().readline())
@@ -132,6 +134,12 @@ try:
     runner.run(train, {str(notes)!r}, bytes(900_000))
 except ValueError as error:
     send(error=list(error.args))
+out_of_reach = launcher.HubAddress(bound="127.0.0.1", advertised="127.0.0.99")
+try:
+    with mock.patch.object(launcher, "choose_hub_address", return_value=out_of_reach):
+        runner.run(train, {str(notes)!r}, bytes(900_000))
+except ValueError as error:
+    send(unlinked=list(error.args))
 _channel.makefile().readline()
 spark.stop()
 send(stopped=True)
@@ -154,7 +162,8 @@ send(stopped=True)
             (notes / "enough").touch()
             error = driver.receive("error")["error"]
             assert error == [f"{SECRET} is wrong"], "the exception itself is not redacted"
-            pages += pages_of(ui)  # with the task's error
+            assert driver.receive("unlinked")["unlinked"] == error
+            pages += pages_of(ui)  # with the error of a task without a link
             driver.send("stop")
             driver.receive("stopped")
             log = driver.log.read_text()

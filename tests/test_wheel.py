@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support.pages import ROOT
 
-from distributor.core.extras import DISTRIBUTION
+from distributor.core.versions import DISTRIBUTION
 
 requirements: Any = pytest.importorskip("packaging.requirements")
 SPARK = "pip install 'torch-spark-distributor[spark]'"

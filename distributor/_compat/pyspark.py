@@ -10,19 +10,12 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 # Local properties that name a job and its stages in Spark's UI, and hold the details.
 CALL_SITE, CALL_SITE_DETAILS = "callSite.short", "callSite.long"
-
-# The loggers of the driver's JVM that write the exception which ends a task.
-TASK_ERROR_LOGGERS = (
-    "org.apache.spark.executor.Executor",
-    "org.apache.spark.scheduler.TaskSetManager",
-)
-TASK_ERRORS = "Exception in task|Lost task|Task"
-"""How these begin, before the task and its stage."""
 
 # The logger of the driver's JVM that writes what a standalone master reports of executors.
 APPLICATION_LOGGER = "org.apache.spark.deploy.client.StandaloneAppClient$ClientEndpoint"
@@ -297,34 +290,6 @@ def progress_bar(context: Any) -> ProgressBar | None:
     return None if bar.isEmpty() else ProgressBar(bar.get())
 
 
-def drop_messages(context: Any, names: Sequence[str], pattern: str) -> None:
-    """Have loggers of the driver's JVM drop the messages that match a pattern, and no others.
-
-    The pattern replaces an earlier one; an empty one leaves the loggers as they were before.
-    """
-    log4j = context._jvm.org.apache.logging.log4j
-    logging_context = log4j.LogManager.getContext(False)
-    results = getattr(log4j.core, "Filter$Result")
-    while _filtered:
-        logger, earlier = _filtered.pop()
-        logger.removeFilter(earlier)
-    # A logger without a configuration of its own has that of a parent. With one, Spark would show
-    # its messages whichever level the user's shell shows.
-    configuration = logging_context.getConfiguration()
-    used = {each.getName(): each for each in map(configuration.getLoggerConfig, names)}
-    for logger in used.values() if pattern else ():
-        dropping = log4j.core.filter.RegexFilter.createFilter(
-            pattern, None, False, results.DENY, results.NEUTRAL
-        )
-        logger.addFilter(dropping)
-        _filtered.append((logger, dropping))
-    logging_context.updateLoggers()
-
-
-_filtered: list[tuple[Any, Any]] = []
-"""Configurations of loggers, each with a filter that was added to it."""
-
-
 class RecordedLog:
     """What a logger of the driver's JVM writes at INFO and above; it still shows as much."""
 
@@ -365,3 +330,123 @@ class RecordedLog:
         if logger is not None:
             self._configuration.addLogger(self._name, logger)
         self._logging_context.updateLoggers()
+
+
+def param(name: str, text: str, convert: Callable[[Any], Any]) -> Any:
+    """Return a Param for the body of a class."""
+    from pyspark.ml.param import Param, Params
+
+    return Param(Params._dummy(), name, text, convert)
+
+
+def set_params(instance: Any, defaults: dict[str, Any], values: dict[str, Any]) -> None:
+    """Set the defaults of Params, and the values of those that are not None."""
+    instance._setDefault(**defaults)
+    instance._set(**{name: value for name, value in values.items() if value is not None})
+
+
+def copy_params(source: Any, target: Any) -> None:
+    """Set the Params of an instance, and its uid, as they are in another one."""
+    target._resetUid(source.uid)
+    source._copyValues(target)
+
+
+def reset_uid(instance: Any, uid: str) -> None:
+    """Set the uid of an instance, also in its Params."""
+    instance._resetUid(uid)
+
+
+def qualified(context: Any, path: str) -> str:
+    """Return a path with the file system that Spark takes it to be in."""
+    java_path = context._jvm.org.apache.hadoop.fs.Path(path)
+    filesystem = java_path.getFileSystem(context._jsc.hadoopConfiguration())
+    address = filesystem.makeQualified(java_path)
+    if address.toUri().getScheme() == "file":  # a path may contain what an address escapes
+        return str(address.toUri().toASCIIString())
+    return str(address.toString())
+
+
+HOST, ID = "--hostname", "--executor-id"
+
+
+def executor_of(pid: int) -> tuple[str, str] | None:
+    """Return the host and the id of the executor above a process, by the names that Spark uses.
+
+    None if it has none, as with a local master, or if the system has no /proc.
+    """
+    while pid > 1:
+        try:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            return None
+        if HOST.encode() in arguments and ID.encode() in arguments:
+            host, number = (_value(arguments, name) for name in (HOST, ID))
+            return host, number
+        pid = int(fields[1])
+    return None
+
+
+def _value(arguments: list[bytes], name: str) -> str:
+    return os.fsdecode(arguments[arguments.index(name.encode()) + 1])
+
+
+# The text of a failed job's exception contains the errors of its tasks, with stacks.
+
+# The host of the task that failed.
+LOST_TASK = r"Lost task \S+ in stage \S+ \(TID \d+\) \(([^\s)]+)"
+
+# A barrier job has more tasks than the cluster has slots.
+TOO_FEW_SLOTS = r"SPARK-24819|BARRIER_STAGE_NOT_ENOUGH_SLOTS"
+
+FULL_DISK = r"([^\n]*No space left on device[^\n]*)"  # the line of an error about a full disk
+
+# The file that an executor could not write.
+NOT_WRITABLE = r"(?:FileSystemException: (\S+): Read-only file system|AccessDeniedException: (\S+))"
+
+# The Python versions of a worker and the driver, which differ.
+OTHER_PYTHON = r"worker has different version:? \(?(.*?)\)? than that in driver:? (\S+?),"
+
+NO_MODULE = r"No module named '?([\w.]+)"  # a module that a Python worker does not have
+
+# A package that PySpark needs in its Python workers and does not find.
+NO_PACKAGE = r"(?:PACKAGE_NOT_INSTALLED\] |ImportError: )(\w+) >= \S+ must be installed"
+
+NO_INTERPRETER = r'Cannot run program "([^"]+)"'  # the path at which there is no Python interpreter
+
+# Why an executor was lost, in Spark's words, which may have several lines.
+LOST_EXECUTOR = r"(ExecutorLostFailure .*?)(?=\n\s*(?:(?:Driver|JVM) stacktrace:|at \S+\()|\Z)"
+
+# What Kubernetes reports of a pod that has ended.
+CONTAINER_STATUSES = r"The API gave the following container statuses:.*"
+
+POD_ENDED = r"termination reason: (\S+)"  # why the container of a pod has ended, among these
+
+# A container was killed because its processes needed more memory than it has.
+OUT_OF_MEMORY = r"exceeding \w+ memory limits|beyond the '\w+' memory limit|OOMKilled|container OOM"
+
+# YARN took a container back for another application, or Spark decommissioned an executor, as when
+# its pod is evicted.
+RECLAIMED = r"\bwas preempted\b|\bExecutor decommission\b"
+
+# A Python worker ended without an exception.
+CRASHED_WORKER = r"(Python worker exited unexpectedly \(crashed\))"
+
+# An executor that a standalone master starts, and its host.
+EXECUTOR_ADDED = r"Executor added: (\S+) on \S+ \((.+):\d+\) with"
+
+# An executor that ended by itself, and why, in the master's words.
+EXECUTOR_ENDED = r"Executor updated: (\S+) is now (?:EXITED|FAILED) \((.*)\)"
+
+# What follows a Python exception's message: an SQL state, an empty line or Java's stack.
+END_OF_ERROR = r"\n(?:\s*SQLSTATE|\s*\n|\s+at )"
+
+# A job whose application has ended, perhaps in a Connect server that still answers.
+CONTEXT_STOPPED = r"stopped SparkContext|SparkContext was shut down"
+
+# A Connect server's answer to all calls once its application has ended, and to others that it
+# cannot handle.
+SERVER_FAILED = r"Application error processing RPC"
+
+# Spark has ended an application because too many of its executors failed.
+TOO_MANY_EXECUTOR_FAILURES = r"Max number of executor failures"

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 import time
 import traceback
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributor.control.controller import Controller
-from distributor.control.listeners import Listeners
 from distributor.control.run import Attempt, Launcher, Resized, Run
-from distributor.control.sink import DriverSink
+from distributor.control.sink import DriverSink, Listeners
 from distributor.control.stack_requests import register_run
+from distributor.core.cell_errors import shorten_in_cell
 from distributor.core.text import counted, duration, listed
 from distributor.errors import DistributorError
-from distributor.policies.retry_policy import (
+from distributor.policies import (
     LONG_ATTEMPT,
     FailedAttempt,
+    FailedAttempts,
     is_preemption,
     pause_before_next,
     reason_to_stop,
 )
+from distributor.run_spec import RunSpec
 from distributor.screen.messages import notify, warn
 from distributor.serialization.outcome import (
     Failure,
@@ -37,73 +42,83 @@ LINES_OF_ONE_MODEL = """
     model = torch.nn.parallel.DistributedDataParallel(model)"""
 
 
-def run_attempts(run: Run, launcher: Launcher) -> list[Any]:
-    """Run attempts until one succeeds, and return its ranks' values."""
-    spec, data = run.spec, run.datasets
-    opened: AbstractContextManager[None] = nullcontext()
-    if data is not None:
-        opened = data.opened(spec.run_id, run.call_site, spec.settings.pool, run.cancellation)
+def execute(run: Run) -> list[Any]:
+    """Run attempts until one succeeds, and return the values of its rank 0, or of all ranks.
+
+    An error that says what has happened is raised without the frames of this package.
+    """
+    handled = sys.exc_info()[1]  # by the caller
+    recorded: AbstractContextManager[object] = run.recorder or nullcontext()
+    try:
+        # None of these may be a generator, which cannot pass on an exception that is frozen.
+        with run.label, run.block, run.folder, run.graceful_shutdown, recorded:
+            _announce_resumption(run)
+            listeners = Listeners(run.listeners, run.launcher.thread)
+            with listeners, run.launcher.opened(run) as launcher, _datasets_opened(run):
+                try:
+                    return _run_attempts(run, launcher, listeners)
+                except Exception as error:
+                    _explain_end(run, error)
+                    raise
+    except BaseException as error:
+        if run.recorder:
+            run.recorder.end(error)  # unless it has: the run may have failed before it began
+        raise _for_caller(error, handled, run.spec)  # noqa: B904, as it is the same, or its context
+
+
+def _run_attempts(run: Run, launcher: Launcher, listeners: Listeners) -> list[Any]:
     began = time.monotonic()
-    listeners = Listeners(run.listeners, launcher.thread)
-    with listeners, launcher.opened(run) as launcher, opened:
-        try:
-            attempt, values = _first_success(run, launcher, listeners)
-        except Exception as error:
-            _explain_end(run, error)
-            raise
-        seconds = duration(time.monotonic() - began)
-        message = f"Finished {launcher.training(attempt.num_ranks)} in {seconds}"
-        run.notify(message, spec.settings.spelling.logger)
-        _warn_about_separate_models(attempt)
-        return values
-
-
-def _first_success(run: Run, launcher: Launcher, listeners: Listeners) -> tuple[Attempt, list[Any]]:
-    """Run attempts until one succeeds; return it, and its ranks' values."""
     silent: tuple[str, ...] = ()
     for number in itertools.count():
-        began = time.monotonic()
-        count = launcher.capacity(run, silent)
-        if run.datasets is not None:
-            run.datasets.check(count)
-        attempt = Attempt(run=run, number=number, num_ranks=count)
+        attempt = _next_attempt(run, launcher, number, silent)
+        attempt_began = time.monotonic()
+        listeners.attempt_begins(number, attempt.num_ranks)
+        deadline = attempt_began + run.spec.settings.start_timeout
         try:
-            return attempt, _run_attempt(attempt, launcher, listeners)
+            with DriverSink(attempt, listeners) as sink:
+                with (
+                    register_run(run.spec.run_id, attempt.stack_requests),
+                    launcher.start(attempt, deadline) as handle,
+                ):
+                    outcomes = Controller(attempt, handle, sink, deadline).follow()
+                values = _values_of(attempt, launcher, outcomes)
+            break
         except Resized as resized:
             run.notify(str(resized))
             run.graceful_shutdown.end_attempt()
-            continue
         except Exception as error:
-            _note_failure(attempt, error, time.monotonic() - began)
+            _note_failure(attempt, error, time.monotonic() - attempt_began)
             run.graceful_shutdown.end_attempt()
             listeners.attempt_failed(number, error)
             if _reason_to_stop(run):
                 raise
             silent = attempt.silent
-        _announce_next(run)
-    raise AssertionError("there are always further numbers")
+            _announce_next(run)
+    seconds = duration(time.monotonic() - began)
+    message = f"Finished {launcher.training(attempt.num_ranks)} in {seconds}"
+    run.notify(message, run.spec.settings.spelling.logger)
+    _warn_about_separate_models(attempt)
+    return values
 
 
-def _run_attempt(attempt: Attempt, launcher: Launcher, listeners: Listeners) -> list[Any]:
-    listeners.call(lambda listener: listener.begins(attempt.number, attempt.num_ranks))
-    with DriverSink(attempt, listeners) as sink:
-        with register_run(attempt.spec.run_id, attempt.stack_requests):
-            outcomes = _follow(attempt, launcher, sink)
-        # Outside register_run, because a generator's context cannot pass on a frozen exception.
-        try:
-            return _values_of(attempt, outcomes)
-        except (ModuleNotFoundError, OSError, KeyError) as error:
-            data = attempt.run.datasets
-            if hint := launcher.hint(error, attempt.spec) or (data and data.hint(error)):
-                add_note(error, hint)
-            raise
+def _announce_resumption(run: Run) -> None:
+    with contextlib.suppress(Exception):  # only the ranks may reach the storage
+        if message := run.resumption():
+            run.notify(message)
 
 
-def _follow(attempt: Attempt, launcher: Launcher, sink: DriverSink) -> list[Outcome]:
-    deadline = time.monotonic() + attempt.settings.start_timeout
-    with launcher.start(attempt, deadline) as handle:
-        attempt.announce()
-        return Controller(attempt, handle, sink, deadline).follow()
+def _datasets_opened(run: Run) -> AbstractContextManager[None]:
+    if run.datasets is None:
+        return nullcontext()
+    pool = run.spec.settings.pool
+    return run.datasets.opened(run.spec.run_id, run.call_site, pool, run.cancellation)
+
+
+def _next_attempt(run: Run, launcher: Launcher, number: int, silent: Collection[str]) -> Attempt:
+    count = launcher.capacity(run, silent)
+    if run.datasets is not None:
+        run.datasets.check(count)
+    return Attempt(run=run, number=number, num_ranks=count)
 
 
 def _note_failure(attempt: Attempt, error: Exception, seconds: float) -> None:
@@ -125,13 +140,21 @@ def _reason_to_stop(run: Run) -> str | None:
 
 def _explain_end(run: Run, error: Exception) -> None:
     """Add the attempts to the error that is raised. The user's own exception may be frozen."""
-    failed = run.failed
-    if not failed.count:
+    if not run.failed.count:
         return
+    _add_attempts(run.failed, _reason_to_stop(run), error)
+    if run.spec.logs is not None:
+        add_note(error, f"The output of all ranks is in {run.spec.logs}.")
+    if run.graceful_shutdown.sigterm_received:
+        # This process ends before it can show the error.
+        notify("".join(traceback.format_exception(error)))
+
+
+def _add_attempts(failed: FailedAttempts, reason: str | None, error: Exception) -> None:
     earlier, text = failed.kept, "Earlier attempts:"
-    if failed.last.error is error:  # none if the error was raised before the next attempt
+    if failed.last.error is error:  # not if the next attempt has not begun
         earlier = failed.kept[:-1]
-        text = f"This was attempt {failed.last.number}, the last: {_reason_to_stop(run)}. {text}"
+        text = f"This was attempt {failed.last.number}, the last: {reason}. {text}"
         if failed.last.preempted:
             vars(error)["preempted"] = failed.last.preempted
     if earlier:
@@ -140,11 +163,6 @@ def _explain_end(run: Run, error: Exception) -> None:
         left_out = failed.count - len(failed.kept)
         gap = [f"\n  ... {counted(left_out, 'attempt')} left out ..."] if left_out else []
         add_note(error, "".join([text, first, *gap, *latest]))
-    if run.spec.logs is not None:
-        add_note(error, f"The output of all ranks is in {run.spec.logs}.")
-    if run.graceful_shutdown.sigterm_received:
-        # This process ends before it can show the error.
-        notify("".join(traceback.format_exception(error)))
 
 
 def _announce_next(run: Run) -> None:
@@ -175,7 +193,7 @@ def _warn_about_separate_models(attempt: Attempt) -> None:
     )
 
 
-def _values_of(attempt: Attempt, outcomes: list[Outcome]) -> list[Any]:
+def _values_of(attempt: Attempt, launcher: Launcher, outcomes: list[Outcome]) -> list[Any]:
     """Load the requested values, or raise the first cause of failure."""
     try:
         failed = (outcome for outcome in outcomes if isinstance(outcome, Failure))
@@ -189,6 +207,11 @@ def _values_of(attempt: Attempt, outcomes: list[Outcome]) -> list[Any]:
                 f"Neither a value nor a failure was received from {listed('rank', missing)}."
             )
         return [_load(values[rank]) for rank in wanted]
+    except (ModuleNotFoundError, OSError, KeyError) as error:
+        data = attempt.run.datasets
+        if hint := launcher.hint(error, attempt.spec) or (data and data.hint(error)):
+            add_note(error, hint)
+        raise
     finally:
         for outcome in outcomes:
             if isinstance(outcome, Value):
@@ -203,3 +226,39 @@ def _load(value: Value) -> Any:
             f"Rank {value.rank} returned a value that cannot be unpickled here: {error!r}. "
             "The modules of its classes must be importable in this process too."
         ) from error
+
+
+def _for_caller(
+    error: BaseException, handled: BaseException | None, spec: RunSpec
+) -> BaseException:
+    """Return what the caller of the run gets in place of an error.
+
+    That is an interrupt if it has led to the error: a call of Spark may break. An error that says
+    what happened has no frames of the launcher, which do not help the user.
+    """
+    if interrupt := _interrupt_behind(error, handled):
+        ended = f"the run of {spec.program.name} has ended, and no rank is left"
+        interrupt.args = interrupt.args or (ended,)
+        interrupt.__suppress_context__ = True
+        shorten_in_cell(interrupt)
+        return interrupt
+    error = spec.settings.spelling.own(error)
+    shorten_in_cell(error)
+    is_explained = isinstance(error, DistributorError) or hasattr(error, "rank_failures")
+    if isinstance(error, Exception) and is_explained:
+        BaseException.with_traceback(error, None)
+    return error
+
+
+def _interrupt_behind(
+    error: BaseException | None, handled: BaseException | None
+) -> KeyboardInterrupt | None:
+    """Return the interrupt that an error is, or that has led to it.
+
+    The error that the caller handles is in the context of all others, and has not led to them.
+    """
+    while error is not None and error is not handled:
+        if isinstance(error, KeyboardInterrupt):
+            return error
+        error = error.__context__
+    return None

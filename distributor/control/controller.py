@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from distributor.control.nodes import Nodes
-from distributor.control.outcomes import Outcomes
-from distributor.control.rendezvous import RendezvousDecision, Way
+from distributor.control.nodes import Nodes, Outcomes, RendezvousDecision, Way
 from distributor.control.run import Attempt, Handle, NodeEnded, NodesEnded, Resized
 from distributor.control.sink import DriverSink
 from distributor.core.states import StateMachine, Table
@@ -23,11 +21,8 @@ from distributor.core.text import counted, listed
 from distributor.core.versions import check_alike, pickling_software
 from distributor.errors import NodeLost, RunStalled, RunTimeout, StartTimeout
 from distributor.node.worker.stacks import append_stacks
-from distributor.policies.deadlines import Deadlines
-from distributor.policies.failure_grace import FailureGracePeriod
-from distributor.policies.stalls import Stall, StallWatch
-from distributor.screen.messages import notify, warn
-from distributor.screen.one_time_warnings import warn_about_nodes
+from distributor.policies import Deadlines, FailureGracePeriod, Stall, StallWatch
+from distributor.screen.messages import notify, warn, warn_about_nodes
 from distributor.serialization.outcome import Outcome
 from distributor.wire import messages
 from distributor.wire.hub import HERE, LOST, Lost
@@ -252,7 +247,7 @@ class Controller:
             self._check_deadlines(now)
         if self.state is RunState.RUNNING and is_idle:
             self._check_stall(now)
-        if self.state is not RunState.STOPPING:
+        if self.state is not RunState.STOPPING or not self._outcomes.has_cause:
             self._check_nodes()
         if self.state is RunState.RUNNING:
             self._check_size()
@@ -423,13 +418,13 @@ class Controller:
     def _stop_nodes(self) -> None:
         """Ask the nodes to stop their ranks."""
         self._nodes.stop()
-        all_linked = len(self._nodes.linked) == self._nodes.count
-        # A task of Spark that fails costs its Python worker, and the next one imports everything
-        # anew. So tasks succeed, unless their error may have the cause.
-        succeeds = all_linked and self._outcomes.has_cause and self._attempt.may_be_followed
-        if succeeds:
-            self._deadlines.start_stop(self._clock())
-        self._links.broadcast(messages.Stop("a rank failed", fails_task=not succeeds))
+        self._start_stop_clock()
+        self._links.broadcast(messages.Stop("a rank failed"))
+
+    def _start_stop_clock(self) -> None:
+        # A node without a link may have the cause: the launcher then reports why it was lost.
+        in_vain = len(self._nodes.linked) < self._nodes.count and self._outcomes.has_cause
+        self._deadlines.start_stop(self._clock(), in_vain=in_vain)
 
     def _request_stacks(self) -> None:
         """Ask the nodes for the stacks of their ranks."""
@@ -474,6 +469,11 @@ class Controller:
             ended = NodesEnded(error=message.error, timed_out=timed_out, explain=message.explain)
             self._on_nodes_ended(node, ended)
 
+    def _on_node_failed(self, node: int, message: messages.NodeFailed) -> None:
+        if self._ending is not None and self._ending.error is None:
+            self._ending = None  # the launcher has reported the node's end sooner
+        self._on_node_ended(node, NodeEnded(node, message.error))
+
     def _on_preparing(self, node: int, message: messages.Preparing) -> None:
         self._nodes.preparing[node] = message.host
 
@@ -497,6 +497,8 @@ class Controller:
     def _on_output(self, node: int, message: messages.Output) -> None:
         if message.source in ("stdout", "stderr") and self._nodes.all_up:
             self._show_start()  # another rank may begin later
+        if self.state is RunState.STOPPING:
+            self._start_stop_clock()  # its node is not late while it sends
         self._sink.write(message.rank, message.source, message.data)
 
     def _on_value_start(self, node: int, message: messages.ValueStart) -> None:
@@ -565,6 +567,7 @@ HANDLERS: dict[type, Callable[[Controller, int, Any], None]] = {
     messages.Subscribed: Controller._on_subscribed,
     messages.Preempted: Controller._on_preempted,
     messages.NodeDone: Controller._on_node_done,
+    messages.NodeFailed: Controller._on_node_failed,
 }
 UNRECORDED = (messages.Output, messages.ValuePart, messages.WholeValue, messages.Idle)
 

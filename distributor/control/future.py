@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 from distributor._compat.cpython import before_thread_pools_end
 from distributor.control.run import Run
 from distributor.core.cell_errors import ends_at_caller
-from distributor.core.html import table_of
-from distributor.core.text import counted
+from distributor.core.text import counted, table_of
 from distributor.errors import RunCancelled
-from distributor.policies.retry_policy import FailedAttempt
+from distributor.policies import FailedAttempt
 from distributor.screen.messages import notify
 from distributor.screen.screen import kind
 
@@ -26,10 +25,8 @@ CANCEL_TIMEOUT = 60.0
 """Seconds that `RunFuture.cancel` waits until the run has ended."""
 
 
-def start_run(
-    call: Callable[[], T], run: Run, thread: Callable[[Callable[[], object]], threading.Thread]
-) -> RunFuture[T]:
-    """Start a run in the background: `call` it, on a thread that `thread` creates.
+def start_run(call: Callable[[], T], run: Run) -> RunFuture[T]:
+    """Start a run in the background: `call` it, on a thread of its launcher.
 
     The exit of the interpreter waits for the run, except for that of a notebook's kernel, which is
     shut down to end what runs in it.
@@ -38,7 +35,7 @@ def start_run(
     if kind("stdout") != "notebook":
         _wait_at_exit()
         _open_runs.add(future)
-    thread(future._follow).start()
+    run.launcher.thread(future._follow).start()
     return future
 
 

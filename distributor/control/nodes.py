@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Container
+from dataclasses import dataclass
+from typing import BinaryIO
 
+from distributor.control.polling import Reminder
+from distributor.control.run import NodesEnded, NodeStarts
+from distributor.core.resources import free_memory
+from distributor.core.text import listed
 from distributor.core.versions import Software
-from distributor.wire.messages import NodeUp, NodeWarning
+from distributor.errors import NodeLost, StartTimeout
+from distributor.serialization.oob_pickle import anonymous_file
+from distributor.serialization.outcome import Failure, Outcome, Value
+from distributor.wire.messages import (
+    NodeUp,
+    NodeWarning,
+    Rendezvous,
+    ValuePart,
+    ValueReceived,
+    ValueRefused,
+    ValueStart,
+)
 
 
 class Nodes:
@@ -128,3 +146,194 @@ class Nodes:
     def ranks_of(self, node: int) -> range:
         """Return the ranks of a node."""
         return range(node * self._ranks_per_node, (node + 1) * self._ranks_per_node)
+
+
+LINK_SECONDS = 60.0
+"""Seconds from the start of all tasks after which nodes that have not reported have no link.
+
+Their Python has to start, and then each tries to connect for a few seconds. This holds for a Spark
+that does not report barriers, as through Connect; also from the first node that is up to the last.
+"""
+
+
+class Way(enum.Enum):
+    """How nodes agree on a rendezvous."""
+
+    HUB = enum.auto()
+    UNLINKED = enum.auto()
+    """Some nodes have no link, so all go on without one."""
+
+
+class RendezvousDecision:
+    """Decides, once, how the nodes of an attempt agree on the address of rank 0's store.
+
+    Parameters
+    ----------
+    nodes : Nodes
+        The nodes, as they have reported.
+    deadline : float
+        When ``start_timeout`` ends.
+
+    Attributes
+    ----------
+    address : Rendezvous or None
+        The address of rank 0's store, once its node has reported it.
+    way : Way or None
+        What was decided.
+    """
+
+    def __init__(self, nodes: Nodes, deadline: float) -> None:
+        self._nodes = nodes
+        self._deadline = deadline
+        self._reminder: Reminder | None = None
+        self.address: Rendezvous | None = None
+        self.way: Way | None = None
+
+    def decide(self, starts: NodeStarts, now: float) -> Way | None:
+        """Return what was decided, or None as long as it is too early."""
+        self.way = self._decide(starts, now)
+        return self.way
+
+    @property
+    def late_nodes(self) -> set[int]:
+        """The nodes that can report that their ranks have started, and have not."""
+        expected = () if self.way is Way.UNLINKED else range(self._nodes.count)
+        return set(expected) - self._nodes.started
+
+    def _decide(self, starts: NodeStarts, now: float) -> Way | None:
+        self._remind()
+        nodes = self._nodes
+        if self.address and len(nodes.linked) == nodes.count:
+            return Way.HUB
+        starts.poll()
+        if not nodes.preparing and not nodes.hosts:
+            return self._await_starts(starts, now)
+        if not nodes.preparing and self._is_node_missing(starts, now):
+            return Way.UNLINKED
+        if now > self._deadline:
+            raise StartTimeout(f"After start_timeout, {self._missing()}.")
+        return None
+
+    def _missing(self) -> str:
+        if self._nodes.preparing:
+            return self._unprepared()
+        return f"nothing was received from {listed('task', self._nodes.unreported)}"
+
+    def _is_node_missing(self, starts: NodeStarts, now: float) -> bool:
+        """Return whether a node has no link, or lost it, or (for want of facts) is late.
+
+        If Spark reports which nodes have none, all others must be up: none is waited for in vain.
+        """
+        if starts.reports_unlinked:
+            others = self._nodes.count - len(self._nodes.linked)
+            return starts.all_unlinked or 0 < others <= starts.num_unlinked
+        return now > self._nodes.first_up_at + LINK_SECONDS
+
+    def _await_starts(self, starts: NodeStarts, now: float) -> Way | None:
+        """Find out from the launcher whether nodes that have not reported run at all."""
+        expired = now > self._deadline
+        # If it does not say whether they have started, they may run, and their work be lost.
+        late = starts.all_started_for(LINK_SECONDS) or (expired and starts.are_unknown)
+        if starts.all_unlinked or (late and not starts.reports_unlinked):
+            return Way.UNLINKED
+        if expired and (starts.are_pending or starts.reports_unlinked):
+            raise StartTimeout(f"After start_timeout, {starts.shortfall()}")
+        starts.show_shortfall()
+        return None
+
+    def _remind(self) -> None:
+        """Show which environments are not ready, at the intervals of a reminder."""
+        if not self._nodes.preparing:
+            self._reminder = None
+            return
+        self._reminder = self._reminder or Reminder()
+        self._reminder.show(lambda: f"{self._unprepared()}.")
+
+    def _unprepared(self) -> str:
+        hosts = sorted(set(self._nodes.preparing.values()))
+        return f"the environment or the data is not ready on {', '.join(hosts)}"
+
+
+@dataclass
+class _Transfer:
+    file: BinaryIO
+    missing: int
+
+
+class Outcomes:
+    """The failures and values of an attempt's ranks.
+
+    Attributes
+    ----------
+    failures : list of Failure
+        The failures that nodes reported, in the order in which they were received.
+    values : dict of int to Value
+        The complete values that came over links, by rank.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.failures: list[Failure] = []
+        self.values: dict[int, Value] = {}
+        self._transfers: dict[int, _Transfer] = {}
+
+    @property
+    def has_cause(self) -> bool:
+        """Whether a failure can be the cause of the others."""
+        return not all(failure.collateral for failure in self.failures)
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether every rank has failed, so that no further failure can follow."""
+        return len({failure.origin.rank for failure in self.failures}) == self._num_ranks
+
+    def start_value(self, message: ValueStart) -> ValueRefused | None:
+        """Reserve memory for a value; return a refusal for its node if there is too little."""
+        room = free_memory() - sum(transfer.missing for transfer in self._transfers.values())
+        if message.size > room:
+            return ValueRefused(message.rank, max(room, 0))
+        self._transfers[message.rank] = _Transfer(anonymous_file(), message.size)
+        return None
+
+    def add_part(self, part: ValuePart) -> ValueReceived | None:
+        """Write a part of a value; return a receipt for its node after the last part."""
+        transfer = self._transfers.get(part.rank)
+        if transfer is None:
+            return None  # sent before its node had read the refusal
+        transfer.file.write(part.data)
+        transfer.missing -= len(part.data)
+        if transfer.missing:
+            return None
+        self.values[part.rank] = Value(part.rank, self._transfers.pop(part.rank).file)
+        return ValueReceived(part.rank)
+
+    def discard_values(self) -> None:
+        for value in self.values.values():
+            value.file.close()
+
+    def discard_incomplete(self) -> None:
+        for transfer in self._transfers.values():
+            transfer.file.close()
+
+    def of(self, ending: NodesEnded, first_lost: str) -> list[Outcome]:
+        """Return the outcomes of an attempt whose nodes have ended."""
+        if ending.error is None:
+            return [*self.failures, *{**ending.values(), **self.values}.values()]
+        reported = {failure.origin.rank for failure in self.failures}
+        others = (each for each in ending.failures if each.origin.rank not in reported)
+        failures = [*self.failures, *others]
+        if all(failure.collateral for failure in failures):
+            _raise_cause(ending, failures, first_lost)
+        return [*failures, *self.values.values()]
+
+
+def _raise_cause(ending: NodesEnded, failures: list[Failure], first_lost: str) -> None:
+    """Raise what the launcher knows of ranks that reported nothing but lost connections."""
+    assert ending.error is not None
+    explained = ending.timed_out or ending.explain(ending.error, first_lost)
+    if explained is ending.error:
+        raise explained
+    if ending.timed_out:
+        raise ending.timed_out from ending.error
+    if not failures or isinstance(explained, NodeLost):
+        raise explained from ending.error

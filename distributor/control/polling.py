@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from distributor.control.cancellation import Cancellation
+from distributor.control.graceful_shutdown import Cancellation
 from distributor.screen.messages import notify
 
 REMINDER_SECONDS = 5.0

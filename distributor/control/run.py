@@ -9,27 +9,22 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
-from distributor.control.cancellation import Cancellation
-from distributor.control.graceful_shutdown import GracefulShutdown
+from distributor.control.graceful_shutdown import Cancellation, GracefulShutdown
 from distributor.control.stack_requests import StackRequests
 from distributor.core.addresses import port_range
-from distributor.core.node_settings import NodeSettings
 from distributor.core.text import counted
 from distributor.errors import DistributorError, RunTimeout, StartTimeout
-from distributor.link.node_link import Links
-from distributor.node.agent.share import NodeShare
-from distributor.policies.retry_policy import FailedAttempts, is_preemption, limit_reached
-from distributor.policies.stalls import activity_interval
-from distributor.run.settings import Settings
-from distributor.run.spec import RunSpec
-from distributor.screen.labels import RunLabel
-from distributor.screen.messages import LOGGER, notify
-from distributor.screen.run_block import RunBlock
-from distributor.screen.run_progress import RunProgress
+from distributor.node.process.specs import NodeShare
+from distributor.policies import FailedAttempts, activity_interval, is_preemption, limit_reached
+from distributor.run_spec import RunSpec, Settings
+from distributor.screen.messages import LOGGER, RunLabel, notify
+from distributor.screen.run_block import RunBlock, RunProgress
 from distributor.serialization.outcome import Failure, Value, cause_first
+from distributor.settings.fields import rank_settings
 from distributor.settings.listener import Listener
-from distributor.spark.call_site import CallSite
+from distributor.spark.spark_job import CallSite
 from distributor.wire.messages import Output
+from distributor.wire.node_link import Links
 
 
 class Datasets(Protocol):
@@ -50,6 +45,13 @@ class Datasets(Protocol):
         """Return a file with all rows, for ranks on this machine."""
 
 
+class Recorder(AbstractContextManager[None], Protocol):
+    """Records a run while the context lasts."""
+
+    def end(self, error: BaseException | None) -> None:
+        """Record the end of the run, and its error, unless that is done."""
+
+
 @dataclass(kw_only=True)
 class Run:
     """A run on the driver: what is wanted, and the objects that all of its attempts share.
@@ -58,6 +60,8 @@ class Run:
     ----------
     spec : RunSpec
         What the user wants.
+    launcher : Launcher
+        Starts the nodes of its attempts.
     datasets : Datasets or None
         The DataFrames among the arguments, if there are any.
     listeners : tuple of Listener
@@ -74,9 +78,16 @@ class Run:
         The state of this process's own shutdown.
     failed : FailedAttempts
         The attempts that have failed so far.
+    recorder : Recorder or None
+        Records it.
+    folder : context manager
+        Its folder in the storage, while the run lasts.
+    resumption : callable
+        Returns a message about the checkpoint from which it resumes, if there is one.
     """
 
     spec: RunSpec
+    launcher: Launcher
     datasets: Datasets | None = None
     listeners: tuple[Listener, ...] = ()
     label: RunLabel = field(default_factory=lambda: RunLabel("run"))
@@ -85,6 +96,9 @@ class Run:
     cancellation: Cancellation = field(default_factory=Cancellation)
     graceful_shutdown: GracefulShutdown = field(default_factory=GracefulShutdown)
     failed: FailedAttempts = field(default_factory=FailedAttempts)
+    recorder: Recorder | None = None
+    folder: AbstractContextManager[None] = field(default_factory=nullcontext)
+    resumption: Callable[[], str | None] = lambda: None
 
     def notify(self, message: str, logger: str = LOGGER) -> None:
         """Show a message about this run."""
@@ -118,8 +132,6 @@ class Attempt:
         The ranks in which an optimizer has made steps, and whether they have had a process group.
     stack_requests : StackRequests
         Requests for the stacks of its ranks.
-    is_announced : bool
-        Whether its first message was shown.
     """
 
     run: Run
@@ -132,7 +144,6 @@ class Attempt:
     progress: RunProgress = field(init=False)
     trained: dict[int, bool] = field(default_factory=dict)
     stack_requests: StackRequests = field(default_factory=StackRequests)
-    is_announced: bool = False
 
     def __post_init__(self) -> None:
         self.progress = RunProgress(self.num_ranks)
@@ -151,10 +162,8 @@ class Attempt:
         return next(iter(self.raised.values()), None)
 
     def announce(self) -> None:
-        """Show, once, the first message of the attempt: run id, program and log folder."""
-        if not self.is_announced:
-            self.is_announced = True
-            notify(self._heading())
+        """Show the first message of the attempt: run id, program and log folder."""
+        notify(self._heading())
 
     def _heading(self) -> str:
         suffix = f", attempt {self.number}" if self.number else ""
@@ -197,7 +206,7 @@ def share_of(attempt: Attempt, num_nodes: int, ranks_per_node: int, secret: byte
         secret=secret,
         rank_ports=port_range("rank_ports", settings.rank_ports),
         activity_interval=activity_interval(settings.stall_warning, settings.stall_timeout),
-        **vars(NodeSettings.of(settings)),
+        settings=rank_settings(settings),
     )
 
 
@@ -231,7 +240,7 @@ class Launcher:
         return nullcontext(self)
 
     def start(self, attempt: Attempt, deadline: float) -> AbstractContextManager[Handle]:
-        """Start the nodes of an attempt; none is left when the context ends.
+        """Announce an attempt, and start its nodes; none is left when the context ends.
 
         Parameters
         ----------

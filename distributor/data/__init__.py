@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from distributor.core.extras import require_arrow
+from distributor.core.versions import require_arrow
 
 if TYPE_CHECKING:
     from distributor.data.dataframes import SparkDataset, from_spark

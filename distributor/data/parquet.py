@@ -18,11 +18,17 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 
-from distributor.core.paths import shown
+from distributor.core.files import shown
 from distributor.core.text import counted, is_unicode
 from distributor.data.epochs import Layout
-from distributor.data.parquet_files import PathLike, find_files, partitions_of
-from distributor.data.parquet_types import common_type, leaves, with_instants
+from distributor.data.parquet_files import (
+    PathLike,
+    common_type,
+    find_files,
+    leaves,
+    partitions_of,
+    with_instants,
+)
 from distributor.data.shard import DatasetShard
 from distributor.data.source import Equal, check_sharing
 

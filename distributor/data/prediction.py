@@ -16,11 +16,11 @@ import torch
 
 from distributor._compat import pyspark as private
 from distributor.core.cell_errors import ends_at_caller
-from distributor.core.extras import require_spark
+from distributor.core.versions import require_spark
 from distributor.data.dataframes import is_dataframe, numbered, vectors_of
 from distributor.data.outputs import unsupported
 from distributor.data.parquet import ParquetShard
-from distributor.data.parquet_types import leaves, spark_type
+from distributor.data.parquet_files import leaves, spark_type
 from distributor.data.prediction_task import Prediction
 from distributor.data.shard import Dtypes, Ragged
 from distributor.data.share import whole_number
@@ -29,7 +29,7 @@ from distributor.errors import UnpicklableError
 from distributor.serialization import code_pickle
 from distributor.serialization.code_search import imports_of
 from distributor.serialization.pickle_diagnostics import explain_parts
-from distributor.spark.application_end import check_not_ended
+from distributor.spark.application import check_not_ended
 from distributor.spark.package_shipping import portable_task
 from distributor.spark.session import Session
 from distributor.spark.user_modules import ship_modules

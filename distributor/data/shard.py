@@ -11,20 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from distributor.core.html import table_of
 from distributor.core.resources import format_bytes
-from distributor.core.text import counted
+from distributor.core.text import counted, table_of
 from distributor.data.batches import Batches, pieces_of, read_chunk
 from distributor.data.columns import Ragged as RaggedKind
 from distributor.data.epochs import Epoch, Layout, Order
-from distributor.data.formats import (
-    collated_format,
-    item_format,
-    row_format,
-    table_format,
-    tensor_format,
-)
-from distributor.data.huggingface import note_share, to_huggingface
 from distributor.data.share import (
     PassOptions,
     Progress,
@@ -34,10 +25,24 @@ from distributor.data.share import (
     whole_number,
 )
 from distributor.data.source import CachedSource, Source
-from distributor.data.tensors import TensorOptions, check_columns
-from distributor.data.torch_datasets import ShardDataset, ShardIterable, keep_shares_whole
-from distributor.rank.devices import device as rank_device
-from distributor.rank.devices import move, pin
+from distributor.data.tensors import (
+    TensorOptions,
+    check_columns,
+    collated_format,
+    item_format,
+    row_format,
+    table_format,
+    tensor_format,
+)
+from distributor.data.torch_datasets import (
+    ShardDataset,
+    ShardIterable,
+    keep_shares_whole,
+    note_share,
+    to_huggingface,
+)
+from distributor.rank.context import device as rank_device
+from distributor.rank.context import move, pin
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from distributor.core.cell_errors import ends_at_caller
-from distributor.core.paths import absolute
+from distributor.core.files import absolute
 from distributor.settings.fields import NOT_GIVEN
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def doctor(
     from contextlib import nullcontext
 
     from distributor.diagnosis.examination import examine_cluster, examine_here
-    from distributor.diagnosis.settings import Wanted
+    from distributor.diagnosis.report import Wanted
     from distributor.settings.types import check_bool
     from distributor.spark.session import Session
 

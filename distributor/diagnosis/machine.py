@@ -12,17 +12,19 @@ import re
 import shutil
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from distributor.core.gpus import DriverVersion, describe, driver_version, gpu_names, has_nvml
 from distributor.core.resources import SHARED_MEMORY, format_bytes, spark_local_dirs
 from distributor.core.spelling import Message
 from distributor.core.text import counted
 from distributor.core.versions import SET_PYTHON, release
-from distributor.diagnosis.report import HERE, Check, failure, hosts_text, ok, warning
+from distributor.diagnosis.report import HERE, Check, failure, hosts_text, not_checked, ok, warning
 
 MIB, GIB = 2**20, 2**30
 MIN_SHARED_MEMORY, ENOUGH_SHARED_MEMORY = 48 * MIB, 512 * MIB
@@ -221,3 +223,65 @@ def version_check(machines: Sequence[Machine], driver: Machine) -> Check:
         "Install the same version: values with tensors may otherwise not load on the driver.",
         where,
     )
+
+
+STORAGE = "storage"
+"""The name of the check."""
+FIX = (
+    "Use storage that every host reaches at the same path or address, such as NFS mounted on all "
+    "hosts or an object store, and that the user of Spark's executors may write to."
+)
+_CONTENT = b"written by distributor.doctor"
+
+
+@contextlib.contextmanager
+def shared_marker(path: str | None) -> Iterator[tuple[str, Check]]:
+    """Write a file to storage for the executors to find, and remove it at the end."""
+    marker = f".distributor-doctor-{uuid.uuid4().hex}"
+    if path is None:
+        yield marker, not_checked(STORAGE, "no storage path was named")
+        return
+    try:
+        filesystem, folder = _open(path)
+        _write(filesystem, f"{folder}/{marker}")
+    except Exception as error:  # of pyarrow, fsspec or an object store's client
+        yield marker, failure(STORAGE, f"{path}: {_text(error)}", FIX)
+        return
+    try:
+        yield marker, ok(STORAGE, f"{path} can be written")
+    finally:
+        with contextlib.suppress(Exception):  # as above
+            filesystem.delete_file(f"{folder}/{marker}")
+
+
+def check_storage(path: str, marker: str, where: str) -> Check:
+    """Check, on an executor, that storage has the driver's file and can be written to."""
+    own = f"{marker}-{uuid.uuid4().hex}"
+    try:
+        filesystem, folder = _open(path)
+        if filesystem.get_file_info(f"{folder}/{marker}").type.name != "File":
+            found = f"{path} is not the driver's: a file that the driver wrote is missing there."
+            return failure(STORAGE, found, FIX, where)
+        _write(filesystem, f"{folder}/{own}")
+        filesystem.delete_file(f"{folder}/{own}")
+    except Exception as error:  # as above
+        return failure(STORAGE, f"{path}: {_text(error)}", FIX, where)
+    return ok(STORAGE, f"{path} has the driver's file and can be written", where)
+
+
+def _open(path: str) -> tuple[Any, str]:
+    from distributor.filesystems import is_local, resolve
+
+    filesystem, folder = resolve(path)
+    if is_local(filesystem) and not os.path.isdir(folder):
+        raise FileNotFoundError("there is no such folder")
+    return filesystem, folder
+
+
+def _write(filesystem: Any, path: str) -> None:
+    with filesystem.open_output_stream(path) as stream:
+        stream.write(_CONTENT)
+
+
+def _text(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -10,28 +10,26 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 from distributor.control.run import Attempt, Handle, Launcher, NodeEnded, Run, share_of
 from distributor.core.addresses import LOOPBACK
 from distributor.core.text import counted
 from distributor.core.versions import pickling_software
-from distributor.link.node_link import NodeLink
-from distributor.link.queue_link import QueueLinks
-from distributor.node.agent.memory import memory_warnings
-from distributor.node.agent.node_warnings import node_warnings
+from distributor.environments import prepared_here
+from distributor.node.agent.node_warnings import memory_warnings, node_warnings
 from distributor.node.agent.worker_env import common_environment
-from distributor.node.lifecycle import NodeEvent
-from distributor.node.node import Node, NodeStopped, Provisions, run_and_deliver
+from distributor.node.node import Node, NodeStopped, Provisions
 from distributor.node.process import zygote
 from distributor.node.process.spawner import Interpreter
 from distributor.node.process.supervisor import is_supported
 from distributor.node.process.zygote import ZygoteSpec
-from distributor.programs.environments import prepared_here
 from distributor.rank.messages import SECRET_BYTES
-from distributor.screen.one_time_warnings import warn_if_source_changed
+from distributor.screen.messages import warn_if_source_changed
 from distributor.serialization.program import in_file
 from distributor.spark.user_modules import folders_of, located_modules
 from distributor.wire.messages import NodeWarning, Stop
+from distributor.wire.node_link import NodeLink, QueueLinks
 
 NODE = 0
 """The number of the only node of a local run."""
@@ -61,6 +59,7 @@ class LocalLauncher(Launcher):
 
     @contextlib.contextmanager
     def start(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:
+        attempt.announce()
         warn_if_source_changed()
         spec, settings, datasets = attempt.spec, attempt.settings, attempt.run.datasets
         located = located_modules(spec.program, settings.py_modules)
@@ -99,10 +98,11 @@ class LocalLauncher(Launcher):
     def _node(self, attempt: Attempt, deadline: float) -> Node:
         share = share_of(attempt, 1, attempt.num_ranks, secrets.token_bytes(SECRET_BYTES))
         modules = os.pathsep.join(folders_of(attempt.settings.py_modules))
+        left = max(0.0, deadline - time.monotonic())
         return Node(
             replace(
                 share,
-                start_timeout=max(0.0, deadline - time.monotonic()),
+                settings=SimpleNamespace(**{**vars(share.settings), "start_timeout": left}),
                 host=socket.gethostname(),
                 address=LOOPBACK,
                 gpus=self.gpus,
@@ -128,18 +128,12 @@ def _end(thread: threading.Thread, node: Node, links: QueueLinks) -> None:
 
 
 def _run_node(node: Node, link: NodeLink, provisions: Provisions, links: QueueLinks) -> None:
-    error: Exception | None = None
-    with node:
-        try:
+    try:
+        with contextlib.suppress(NodeStopped), node:
             node.open(link)
-            run_and_deliver(node, contextlib.nullcontext(provisions), os.getpid())
-        except NodeStopped:
-            pass
-        except BaseException as raised:
-            node.lifecycle.fire(NodeEvent.ERROR_RAISED)
-            error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
-        finally:
-            links.post(NodeEnded(NODE, error))  # before the link is closed
+            node.run(contextlib.nullcontext(provisions), os.getpid())
+    finally:
+        links.post(NodeEnded(NODE))
 
 
 def _memory_warnings(attempt: Attempt) -> Iterator[NodeWarning]:

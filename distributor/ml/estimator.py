@@ -30,14 +30,20 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from distributor._compat import pyspark_ml as private
+from distributor._compat import pyspark as private
 from distributor.core.spelling import check_names
 from distributor.data.dataframes import from_spark, is_dataframe, vectors_of
 from distributor.data.prediction import predict
 from distributor.data.share import whole_number
 from distributor.errors import UnpicklableError
-from distributor.ml.persistence import StageReader, StageWriter
-from distributor.ml.prediction import Meaning, Predictor, meaning_for, single_number
+from distributor.ml.prediction import (
+    Meaning,
+    Predictor,
+    StageReader,
+    StageWriter,
+    meaning_for,
+    single_number,
+)
 from distributor.ml.training import ModuleLoop, Training
 from distributor.serialization.pickle_diagnostics import explain_parts
 from distributor.settings.types import instance_of, must_be, optional

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distributor.node.process.spawner import WorkerSpec
+from distributor.node.process.specs import WorkerSpec
 
 
 def main(role: str, argument: str, exit_handlers: list[Callable[[], object]]) -> None:

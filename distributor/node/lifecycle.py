@@ -163,21 +163,11 @@ ENDED_BY_DRIVER = frozenset({NodeState.STOPPED, NodeState.LOST_DRIVER})
 
 
 class NodeLifecycle:
-    """The state of one node, which its main thread, its link and the lease change.
-
-    A context manager: an exception that leaves it is the event `NodeEvent.ERROR_RAISED`.
-    """
+    """The state of one node, which its main thread, its link and the lease change."""
 
     def __init__(self, node: Owner) -> None:
         self._machine = StateMachine(TRANSITIONS, NodeState.STARTING, node)
         self._changed = threading.Condition(threading.RLock())
-
-    def __enter__(self) -> NodeLifecycle:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        if kind is not None:
-            self.fire(NodeEvent.ERROR_RAISED)
 
     @property
     def state(self) -> NodeState:

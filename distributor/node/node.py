@@ -1,6 +1,6 @@
 """One node of a run: its agent and its link, and what passes between them.
 
-A launcher calls `run_node` where the ranks are to run: in a task of Spark, in a process of its own,
+A launcher calls `Node.run` where the ranks are to run: in a task of Spark, in a process of its own,
 or on a thread of the driver.
 """
 
@@ -14,29 +14,30 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, NoReturn, Protocol, TypeVar
 
 from distributor.core.addresses import host_name, joined
+from distributor.core.text import printable
 from distributor.core.versions import Software
-from distributor.errors import ExecutorNotReady, StartTimeout
-from distributor.link.node_link import NodeLink, NoLink
+from distributor.errors import DistributorError, ExecutorNotReady, StartTimeout
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.network import listen_for_ranks
-from distributor.node.agent.share import NodeShare
 from distributor.node.agent.worker_env import common_environment
 from distributor.node.lifecycle import NodeEvent, NodeLifecycle, NodeState
 from distributor.node.process import zygote
 from distributor.node.process.spawner import Interpreter, StartLimit
+from distributor.node.process.specs import NodeShare
 from distributor.node.process.zygote import ZygoteSpec
-from distributor.policies.failure_grace import DRIVER_FIRST_SECONDS
-from distributor.serialization.outcome import Failure, Outcome, Value
+from distributor.policies import AFTER_COLLATERAL_SECONDS, DRIVER_FIRST_SECONDS
+from distributor.serialization.outcome import Failure, Value
 from distributor.wire.messages import (
     Failed,
     Idle,
     NodeDone,
+    NodeFailed,
     NodeUp,
     NodeWarning,
     Output,
@@ -52,6 +53,7 @@ from distributor.wire.messages import (
     Subscribed,
     Unlink,
 )
+from distributor.wire.node_link import NodeLink, NoLink
 
 REACH_SECONDS = 10.0
 """Seconds to connect to rank 0's store."""
@@ -64,7 +66,23 @@ T = TypeVar("T")
 
 
 class NodeStopped(Exception):
-    """The driver has ended the run, or is lost: this node has no cause of its own."""
+    """The driver has ended the run, or is lost: this node has nothing to report."""
+
+
+class RanksFailed(Exception):
+    """Ranks of this node have failed, which the driver may not have learnt."""
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        super().__init__("; ".join(f"{failure.origin}: {failure.kind}" for failure in failures))
+        self.failures = failures
+
+
+def as_node_error(error: BaseException | None, host: str) -> DistributorError:
+    """Return an error of a node as one that the driver can raise."""
+    if isinstance(error, DistributorError):
+        return error
+    text = printable(f"{type(error).__name__}: {error}")
+    return DistributorError(f"The node on {host} failed: {text}")
 
 
 class Answer(Generic[T]):
@@ -160,7 +178,7 @@ class Node:
 
     def __init__(self, share: NodeShare, detour: Detour | None = None) -> None:
         self.share = share
-        self._start_deadline = time.monotonic() + share.start_timeout  # near the driver's
+        self._start_deadline = time.monotonic() + share.settings.start_timeout  # near the driver's
         self.lifecycle = NodeLifecycle(self)
         self.link: NodeLink = NoLink()
         self._detour = detour
@@ -168,19 +186,30 @@ class Node:
             "The other nodes did not come up within start_timeout."
         )
         self.took_detour = False
-        self.fails_if_stopped = True
-        """Whether the node's task fails if the driver stops it."""
+        self._is_stopped = False
         self._agent: Agent | None = None
         self._early_notices: list[bool] = []
         self._lock = threading.Lock()
 
     def __enter__(self) -> Node:
-        self.lifecycle.__enter__()
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
-        self.lifecycle.__exit__(*exc_info)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Send an error of the node itself to the driver: the task that it would end is Spark's.
+
+        Raises
+        ------
+        NodeStopped
+            In place of an error that was sent.
+        """
+        is_own = isinstance(error, Exception) and not isinstance(error, NodeStopped | RanksFailed)
+        if error is not None:
+            self.lifecycle.fire(NodeEvent.ERROR_RAISED)
+        if is_sent := is_own and not self.link.lost:
+            self.link.send(NodeFailed(as_node_error(error, self.share.host)))
         self.link.close()
+        if is_sent:
+            raise NodeStopped from None
 
     def open(self, link: NodeLink) -> None:
         """Use a link, whose functions are `receive`, `lose_link` and `lose_driver`."""
@@ -190,14 +219,93 @@ class Node:
         self.lifecycle.fire(NodeEvent.CONNECTED)
 
     @property
-    def head_start(self) -> float:
+    def _head_start(self) -> float:
         """Seconds in which the driver may decide about a failure before the node does."""
         return 0.0 if self.link.lost else DRIVER_FIRST_SECONDS
 
-    @property
-    def deadline_slack(self) -> float:
-        """Seconds past a deadline in which the driver may enforce it before the node does."""
-        return 0.0 if self.link.lost else DEADLINE_SLACK
+    # From the first to the last moment
+
+    def run(
+        self, provisions: AbstractContextManager[Provisions], owner: int
+    ) -> tuple[list[Value], Mapping[int, int]]:
+        """Prepare, join the other nodes, run the ranks, and send their values over the link.
+
+        Parameters
+        ----------
+        provisions : context manager
+            Prepares what the ranks need.
+        owner : int
+            The process whose zygote the ranks are forked from, which ends with it.
+
+        Returns
+        -------
+        values : list of Value
+            The values that have not reached the driver.
+        refused : mapping of int to int
+            By the rank of those that the driver has refused, its free memory in bytes.
+
+        Raises
+        ------
+        NodeStopped
+            If the driver has ended the run. A rank's failure is one of the reasons.
+        RanksFailed
+            If ranks have failed, and this node has no link, or no answer, by which to end.
+        StartTimeout, RunTimeout
+            If a deadline passes.
+        ExecutorNotReady
+            If this node lacks something that its ranks need.
+        """
+        with provisions as prepared, contextlib.ExitStack() as until_end:
+            self.lifecycle.fire(NodeEvent.ENVIRONMENT_READY)
+            store_socket, own = None, None
+            if self.share.node_rank == 0:
+                store_socket = listen_for_ranks(self.share.address, self.share.rank_ports)
+                until_end.enter_context(store_socket)
+                own = Rendezvous(self.share.address, store_socket.getsockname()[1])
+            store = self.join(prepared, own)
+            self.lifecycle.fire(NodeEvent.RENDEZVOUS_KNOWN)
+            if own is None:
+                check_reachable(store)
+            env = {**prepared.interpreter.variables, **self.share.env}
+            share = replace(self.share, master_addr=store.host, master_port=store.port, env=env)
+            limit = StartLimit(self._start_deadline, self._check_not_ended)
+            wanted = zygote_spec(share, prepared.interpreter, owner)
+            with (
+                zygote.open_spawner(wanted, limit, prepared.interpreter) as spawner,
+                Agent(
+                    share,
+                    prepared.program,
+                    spawner,
+                    self,
+                    store_socket=store_socket,
+                    data=prepared.data,
+                    head_start=self._head_start,
+                ) as agent,
+            ):
+                self._attach(agent)
+                # The driver may enforce a deadline before a node with a link does.
+                slack = 0.0 if self.link.lost else DEADLINE_SLACK
+                timeout = math.inf if share.settings.timeout is None else share.settings.timeout
+                outcomes = agent.run(limit.deadline + slack, timeout + slack)
+        values = [outcome for outcome in outcomes if isinstance(outcome, Value)]
+        if not self.lifecycle.fire(NodeEvent.RANKS_ENDED):
+            for value in values:
+                value.file.close()
+            self._end_with([outcome for outcome in outcomes if isinstance(outcome, Failure)])
+        delivery = self.link.deliver(values)
+        self.lifecycle.fire(NodeEvent.VALUES_DELIVERED)
+        undelivered = [each for each in values if each.rank not in delivery.received]
+        return [value for value in undelivered if value.size], delivery.refused
+
+    def _end_with(self, failures: Sequence[Failure]) -> NoReturn:
+        """End because ranks have failed, or were stopped: the driver ends the node by its link."""
+        if self.link.lost:
+            if failures and all(failure.collateral for failure in failures):
+                time.sleep(AFTER_COLLATERAL_SECONDS)  # the node that has the cause may end this one
+        else:
+            self.lifecycle.wait_for(lambda: self._is_stopped or self.link.lost, self._head_start)
+        self._check_not_ended()
+        raise RanksFailed(failures)
 
     # Before the ranks
 
@@ -230,7 +338,7 @@ class Node:
         self.link = NoLink()
         return self._detour.exchange(own, software, warnings, self._start_deadline)
 
-    def attach(self, agent: Agent) -> None:
+    def _attach(self, agent: Agent) -> None:
         """Forward the driver's requests to this agent from now on, and those that came earlier."""
         with self._lock:
             self._agent = agent
@@ -239,19 +347,14 @@ class Node:
         if self.lifecycle.is_ended_by_driver:
             agent.stop()
 
-    @property
-    def start_limit(self) -> StartLimit:
-        """How long the start of ranks may take, from when this node has learnt of its share."""
-        return StartLimit(self._start_deadline, self.check_not_ended)
-
-    def check_not_ended(self) -> None:
+    def _check_not_ended(self) -> None:
         """Raise `NodeStopped` if the driver has ended the run, or is lost."""
-        if self.lifecycle.is_ended_by_driver:
+        if self._is_stopped:
             raise NodeStopped
 
     def _wait_for(self, answer: Answer[T]) -> T | None:
         found = answer.wait(self._start_deadline - time.monotonic())
-        self.check_not_ended()
+        self._check_not_ended()
         return found
 
     # What the agent observes
@@ -317,6 +420,8 @@ class Node:
             print(f"distributor: {reason}: this node stops its ranks.", file=sys.stderr)
 
     def stop_ranks(self) -> None:
+        self._is_stopped = True
+        self.lifecycle.notify()
         self._stop_waiting()
         if self._agent:
             self._agent.stop()
@@ -327,7 +432,6 @@ class Node:
             self._agent.kill()
 
     def _on_stop(self, message: Stop) -> None:
-        self.fails_if_stopped = message.fails_task
         self.lifecycle.fire(NodeEvent.STOP_RECEIVED)
 
     def _on_stack_request(self, message: StackRequest) -> None:
@@ -371,82 +475,15 @@ _HANDLERS: dict[type, Callable[[Node, Any], None]] = {
 }
 
 
-def run_node(
-    node: Node, provisions: AbstractContextManager[Provisions], owner: int
-) -> list[Outcome]:
-    """Prepare a node, join the other nodes, run its ranks, and return their outcomes.
-
-    Parameters
-    ----------
-    node : Node
-        The node, with its link open.
-    provisions : context manager
-        Prepares what the ranks need.
-    owner : int
-        The process whose zygote the ranks are forked from, which ends with it.
-
-    Raises
-    ------
-    NodeStopped
-        If the driver ends the run before the ranks are started.
-    StartTimeout, RunTimeout
-        If a deadline passes.
-    ExecutorNotReady
-        If this node lacks something that its ranks need.
-    """
-    with provisions as prepared, contextlib.ExitStack() as until_end:
-        node.lifecycle.fire(NodeEvent.ENVIRONMENT_READY)
-        share, store_socket, own = node.share, None, None
-        if share.node_rank == 0:
-            store_socket = listen_for_ranks(share.address, share.rank_ports)
-            until_end.enter_context(store_socket)
-            own = Rendezvous(share.address, store_socket.getsockname()[1])
-        store = node.join(prepared, own)
-        node.lifecycle.fire(NodeEvent.RENDEZVOUS_KNOWN)
-        if share.node_rank != 0:
-            check_reachable(store)
-        env = {**prepared.interpreter.variables, **share.env}
-        share = replace(share, master_addr=store.host, master_port=store.port, env=env)
-        limit = node.start_limit
-        wanted = zygote_spec(share, prepared.interpreter, owner)
-        with zygote.open_spawner(wanted, limit, prepared.interpreter) as spawner:
-            agent = Agent(
-                share,
-                prepared.program,
-                spawner,
-                node,
-                store_socket=store_socket,
-                data=prepared.data,
-                head_start=node.head_start,
-            )
-            with agent:
-                node.attach(agent)
-                slack = node.deadline_slack
-                timeout = math.inf if share.timeout is None else share.timeout
-                return agent.run(limit.deadline + slack, timeout + slack)
-
-
-def run_and_deliver(node: Node, provisions: AbstractContextManager[Provisions], owner: int) -> None:
-    """Do what `run_node` does, and send the values, on a node that has only its link for them."""
-    outcomes = run_node(node, provisions, owner)
-    values = [outcome for outcome in outcomes if isinstance(outcome, Value)]
-    if node.lifecycle.fire(NodeEvent.RANKS_ENDED):
-        node.link.deliver(values)
-        node.lifecycle.fire(NodeEvent.VALUES_DELIVERED)
-    else:
-        for value in values:
-            value.file.close()
-
-
 def zygote_spec(share: NodeShare, interpreter: Interpreter, owner: int) -> ZygoteSpec | None:
     """Return the zygote that a node's ranks are forked from; None if they are not."""
-    if not share.warm:
+    if not share.settings.warm:
         return None
     env = {**interpreter.variables, **share.env}
     return ZygoteSpec(
         owner=owner,
         environment=common_environment(share.ranks_per_node, env, os.environ),
-        preload=share.preload,
+        preload=share.settings.preload,
         interpreter=interpreter,
     )
 

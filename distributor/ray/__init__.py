@@ -13,15 +13,14 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from distributor.control.future import RunFuture
 from distributor.core.cell_errors import ends_at_caller
-from distributor.core.extras import install_command
 from distributor.core.gpus import AcceleratorType, GPUType
+from distributor.core.versions import install_command
 from distributor.data.dataframes import DatasetFinder
 from distributor.decorated_function import DecoratedFunction, decorator_of
-from distributor.programs.programs import check_arguments, check_runs
-from distributor.ray.node import TEMP_DIR_VARIABLE, why_no_ray
-from distributor.ray.program import RayProgram
-from distributor.run.settings import Settings
-from distributor.screen.one_time_warnings import warn_once
+from distributor.programs import check_arguments, check_runs
+from distributor.ray.program import TEMP_DIR_VARIABLE, RayProgram, why_no_ray
+from distributor.run_spec import Settings
+from distributor.screen.messages import warn_once
 from distributor.serverless import Given, ServerlessLauncher
 from distributor.settings.fields import documented
 from distributor.settings.types import check_num_processes

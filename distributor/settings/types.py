@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from distributor.core.addresses import checked_port, port_range, split_address
-from distributor.core.checkpoint_config import check_name
-from distributor.core.extras import require_arrow
+from distributor.core.files import absolute, local_path
 from distributor.core.gpus import GPUType
-from distributor.core.paths import absolute, local_path
+from distributor.core.rank_variables import check_name
+from distributor.core.versions import require_arrow
 from distributor.node.agent.worker_env import RANK_VARIABLES
 from distributor.settings.listener import Listener
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from distributor._compat import spark_texts
+from distributor._compat import pyspark as spark_texts
 from distributor.core.text import counted
 from distributor.errors import (
     ApplicationEnded,
@@ -15,7 +15,7 @@ from distributor.errors import (
     StartTimeout,
     ValueTooLarge,
 )
-from distributor.spark.application_end import NEXT, RESTART
+from distributor.spark.application import NEXT, RESTART
 
 SET_PYTHON = (
     "Set PYSPARK_PYTHON (spark.pyspark.python for spark-submit and distributor run) to a Python "
@@ -161,7 +161,7 @@ _MEANINGS: list[tuple[str, Meaning]] = [
     (spark_texts.LOST_EXECUTOR, _lost),
     (spark_texts.CRASHED_WORKER, _lost),
     (
-        r"spark/task/(?:task|member)\.py.*\n(\w[\w.]*: .*?)" + spark_texts.END_OF_ERROR,
+        r"spark/task/task\.py.*\n(\w[\w.]*: .*?)" + spark_texts.END_OF_ERROR,
         _python_error,
     ),
 ]

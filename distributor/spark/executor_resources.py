@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distributor.spark.sizes import size_in_bytes
+
+def size_in_bytes(text: str, unit: str) -> int:
+    """Return a size such as ``1g`` or ``512m`` in bytes."""
+    found = re.fullmatch(r"(\d+)([bkmgtp]?)b?", text.strip().lower())
+    if not found:
+        raise ValueError(f"{text!r} is not a size, such as '1g'.")
+    return int(found[1]) << 10 * "bkmgtp".index(found[2] or unit)
+
 
 CORES, MEMORY = "spark.executor.cores", "spark.executor.memory"
 OVERHEAD, OFF_HEAP = "spark.executor.memoryOverhead", "spark.memory.offHeap.size"

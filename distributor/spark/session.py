@@ -13,10 +13,10 @@ from contextvars import copy_context
 from typing import Any
 
 from distributor._compat import pyspark as private
-from distributor.core.extras import require_spark
 from distributor.core.spelling import Message
+from distributor.core.versions import require_spark
 from distributor.errors import ApplicationEnded
-from distributor.spark.application_end import JVM_ENDED, check_not_ended
+from distributor.spark.application import JVM_ENDED, check_not_ended
 from distributor.spark.executor_resources import executor_requests
 from distributor.spark.log_quieting import no_warning
 

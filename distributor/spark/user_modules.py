@@ -33,10 +33,10 @@ from distributor.core.module_search import (
 )
 from distributor.core.resources import format_bytes
 from distributor.core.text import counted
-from distributor.screen.one_time_warnings import warn_once
+from distributor.screen.messages import warn_once
 from distributor.serialization.code_search import imports_in_source
 from distributor.serialization.program import Call, Module, Program, Script
-from distributor.spark.executor_files import send_file
+from distributor.spark.package_shipping import send_file
 from distributor.spark.session import Session
 
 MAX_PACKAGE_BYTES = 64 * 1024 * 1024

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from distributor._compat.mlflow import client_that_prints_no_link
-from distributor.core.mlflow_env import SERVER_ERRORS
-from distributor.core.redaction import Redaction
-from distributor.core.text import counted, first_line, printable
+from distributor.core.rank_variables import SERVER_ERRORS
+from distributor.core.text import Redaction, counted, first_line, printable
 from distributor.errors import RunCancelled
 from distributor.rank.messages import Progress
-from distributor.screen.labels import RunLabel
-from distributor.screen.messages import notify, warn
+from distributor.screen.messages import RunLabel, notify, warn
 from distributor.settings.listener import Listener
 from distributor.tracking.run import ANSWER_SECONDS, TrackedRun, call_with_deadline
 from distributor.wire.messages import Stream

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from distributor._compat.mlflow import databricks_credentials, default_experiment_id
-from distributor.core.mlflow_env import (
+from distributor.core.rank_variables import (
     HTTP_DEFAULTS,
     LOCAL_STORES,
     LOGGING_RANKS,

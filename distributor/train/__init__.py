@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from distributor.core.extras import require_arrow
+from distributor.core.versions import require_arrow
 
 require_arrow("distributor.train")
 

@@ -13,10 +13,10 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
-from distributor.core.checkpoint_config import DEFAULT_STORAGE_PATH, check_name
+from distributor.core.rank_variables import DEFAULT_STORAGE_PATH, check_name
 from distributor.core.spelling import checks_keywords
-from distributor.run.spec import new_run_id
-from distributor.screen.one_time_warnings import warn_once
+from distributor.run_spec import new_run_id
+from distributor.screen.messages import warn_once
 from distributor.settings.types import (
     check_bool,
     check_env,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributor.core.files import private_folder
-from distributor.rank.devices import device
+from distributor.rank.context import device
 from distributor.train import (
     Checkpoint,
     CheckpointUploadMode,

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from distributor.core.html import table_of
+from distributor.core.text import table_of
 from distributor.filesystems import resolve
 from distributor.settings.types import in_, must_be
 from distributor.train.storage.checkpoint import Checkpoint
+from distributor.train.storage.checkpoint_manager import best_of, score_of
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import Manifest
 from distributor.train.storage.report_log import Report, read_reports
-from distributor.train.storage.retention import best_of, score_of
 
 if TYPE_CHECKING:
     import pandas

@@ -9,21 +9,21 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from distributor.control.cancellation import Cancellation
+from distributor.control.graceful_shutdown import Cancellation
 from distributor.core.cell_errors import ends_at_caller
-from distributor.core.checkpoint_config import CheckpointSettings
-from distributor.core.paths import absolute
+from distributor.core.files import absolute
+from distributor.core.rank_variables import CheckpointSettings
 from distributor.core.spelling import Spelling, checks_keywords, suggestion
 from distributor.data.dataframes import DatasetFinder, ShardReference
 from distributor.errors import RunCancelled
 from distributor.rank.context import worker_context
 from distributor.rank.messages import Reported
-from distributor.run.spec import new_run_id
+from distributor.run_spec import new_run_id
 from distributor.screen.messages import notify, shown_from
 from distributor.settings.listener import Listener
 from distributor.settings.types import check_listeners, instance_of, must_be
-from distributor.spark.call_site import CallSite
 from distributor.spark.session import Session
+from distributor.spark.spark_job import CallSite
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.config import (
     InvalidArgument,
@@ -438,7 +438,7 @@ def _shards_in_process(datasets: Mapping[str, Any]) -> Iterator[Mapping[str, Dat
         yield datasets
         return
     from distributor.data.chunk_file import open_shard
-    from distributor.launchers.spark.datasets.collection import Datasets
+    from distributor.launchers.spark.datasets import Datasets
 
     opened = Datasets(finder.datasets)
     call_site = CallSite.of_caller("TorchTrainer")

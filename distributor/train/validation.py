@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 from distributor.control.future import RunFuture
-from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.rank_variables import CheckpointSettings
 from distributor.core.spelling import Spelling
 from distributor.errors import RunCancelled, RunTimeout
 from distributor.prepared_run import plan
-from distributor.programs.programs import check_runs, program_of
+from distributor.programs import check_runs, program_of
 from distributor.rank.messages import Reported
 from distributor.screen.messages import notify, warn
 from distributor.serialization.pickle_diagnostics import name_of
@@ -27,10 +27,10 @@ from distributor.spark.session import Session
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.config import UnsupportedParameter
 from distributor.train.storage.checkpoint import Checkpoint, ReportedCheckpointStatus
+from distributor.train.storage.checkpoint_manager import remove_surplus
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.manifest import Manifest, StoredValidation
 from distributor.train.storage.report_log import json_metrics
-from distributor.train.storage.retention import remove_surplus
 
 SOON = 1.0
 """Seconds that the end of the training waits for validations without a message."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from distributor.programs.programs import check_runs
-from distributor.rank.devices import device
-from distributor.screen.one_time_warnings import warn_once
+from distributor.programs import check_runs
+from distributor.rank.context import device
+from distributor.screen.messages import warn_once
 from distributor.serialization.pickle_diagnostics import name_of
 from distributor.settings.types import must_be
 from distributor.train.config import InvalidArgument, TorchConfig

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import Literal, NamedTuple
 
+from distributor.errors import DistributorError
 from distributor.serialization.outcome import Failure, Value
 
 Stream = Literal["stdout", "stderr"]
@@ -118,6 +119,13 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class NodeFailed:
+    """Node to driver: an error of the node itself has ended it."""
+
+    error: DistributorError
+
+
+@dataclass(frozen=True)
 class NodeDone:
     """Node to driver: every rank of this node has finished its program."""
 
@@ -158,9 +166,6 @@ class Stop:
     """Driver to nodes: stop your ranks."""
 
     reason: str
-    # Whether the node's task then fails, by which Spark ends the other tasks. Otherwise Spark keeps
-    # the Python worker, and the next attempt starts sooner.
-    fails_task: bool = True
 
 
 @dataclass(frozen=True)
@@ -196,10 +201,10 @@ class Assignment:
 
 @dataclass(frozen=True)
 class AssignmentEnded:
-    """Task of a gang to driver: its node has ended, perhaps with an error."""
+    """Task of a gang to driver: its node has ended, with an error if it could not send that."""
 
     serial: int
-    error: Exception | None = None
+    error: DistributorError | None = None
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from typing import Any
 from distributor.core.text import printable
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.serialization.outcome import Failure
-from distributor.wire.sealing import seal, unseal
+from distributor.wire.protocol import seal, unseal
 
 LIMIT = 100_000  # characters of failure text in a report; Spark keeps texts up to 200 kB whole
 MAX_KINDS = 2000  # characters of the readable part
 
 
 class TaskFailed(Exception):
-    """Ends a barrier task whose ranks failed or were stopped; `failures_in` reads it.
+    """Ends a task without a link whose ranks failed; `failures_in` reads it.
 
     Spark writes its text to the event log, the UI and the executors' logs. An exception's message
     and arguments may contain a secret, so the readable text names only the ranks that failed, their
@@ -30,9 +30,7 @@ class TaskFailed(Exception):
 
     @classmethod
     def of(cls, failures: Sequence[Failure], secret: bytes) -> TaskFailed:
-        """Report failures, or, if there are none, that the node was asked to stop."""
-        if not failures:
-            return cls("The ranks of this node were stopped because the run ended elsewhere.")
+        """Report failures."""
         kinds = "; ".join(f"{failure.origin}: {failure.kind}" for failure in failures)
         report = _encode(failures, secret)
         return cls(

@@ -1,4 +1,4 @@
-"""Canaries for the texts of Spark's errors that `distributor._compat.spark_texts` describes."""
+"""Canaries for the texts of Spark's errors that `distributor._compat.pyspark` describes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from conftest import needs_java
 from support.canary import relies_on
 
-from distributor._compat import spark_texts
+from distributor._compat import pyspark as spark_texts
 from distributor._compat.pyspark import python_executable
 
 pytestmark = [pytest.mark.repository, pytest.mark.spark, needs_java]

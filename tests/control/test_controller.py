@@ -13,11 +13,11 @@ import pytest
 from support.waiting import until
 
 from distributor import TorchDistributor
-from distributor.control import controller, polling, rendezvous
+from distributor.control import controller, polling
+from distributor.control import nodes as rendezvous
 from distributor.control.controller import Controller
-from distributor.control.listeners import Listeners
 from distributor.control.run import Attempt, Handle, Launcher, NodesEnded, NodeStarts, Resized, Run
-from distributor.control.sink import DriverSink
+from distributor.control.sink import DriverSink, Listeners
 from distributor.errors import (
     DistributorError,
     ExecutorNotReady,
@@ -27,15 +27,14 @@ from distributor.errors import (
 )
 from distributor.launchers.spark import task_starts
 from distributor.launchers.spark.task_starts import TaskStarts
-from distributor.node.agent.share import NodeShare
 from distributor.node.node import Node
-from distributor.policies.deadlines import UNLINKED_SECONDS
-from distributor.programs.programs import program_of
-from distributor.run.settings import Settings
-from distributor.run.spec import RunSpec
+from distributor.node.process.specs import NodeShare
+from distributor.policies import UNLINKED_SECONDS
+from distributor.programs import program_of
+from distributor.run_spec import RunSpec, Settings
 from distributor.serialization.outcome import Outcome
+from distributor.settings.fields import rank_settings
 from distributor.wire.hub import Hub
-from distributor.wire.link import Link
 from distributor.wire.messages import (
     Heartbeat,
     Idle,
@@ -51,6 +50,7 @@ from distributor.wire.messages import (
     Stop,
     Unlink,
 )
+from distributor.wire.tcp_link import Link
 
 SECRET = b"a secret of the run"
 SOON = 10.0
@@ -187,7 +187,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
                 min_processes=NODES,
                 settings=TorchDistributor(NODES, use_gpu=False, **(settings or {})),
             )
-            attempt = Attempt(run=Run(spec=spec), num_ranks=NODES)
+            attempt = Attempt(run=Run(spec=spec, launcher=Launcher()), num_ranks=NODES)
             hub = stack.enter_context(Hub("127.0.0.1", SECRET))
             tasks = tasks or TaskStarts(NODES)
             return stack.enter_context(FollowedRun(hub, attempt, seconds, tasks))
@@ -360,7 +360,15 @@ def test_a_message_of_unknown_type_is_ignored_on_both_sides(run: FollowedRun) ->
         assert node.receive() == Release()
         node.close()
     assert run.end() == []
-    node_of_driver = Node(NodeShare(run_id="run", host="host0", ranks_per_node=1, secret=SECRET))
+    node_of_driver = Node(
+        NodeShare(
+            run_id="run",
+            host="host0",
+            ranks_per_node=1,
+            secret=SECRET,
+            settings=rank_settings(Settings()),
+        )
+    )
     node_of_driver.receive("unknown")
 
 

@@ -12,7 +12,7 @@ import pytest
 from support.waiting import assert_gone
 
 from distributor import Listener, TorchDistributor
-from distributor.link.queue_link import MAX_BACKLOG, QueueLinks
+from distributor.wire.node_link import MAX_BACKLOG, QueueLinks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -12,7 +12,7 @@ import pytest
 
 import distributor
 from distributor import TorchDistributor, train
-from distributor.core.paths import absolute, local_path
+from distributor.core.files import absolute, local_path
 from distributor.data import from_parquet
 
 MISTAKES = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributor.core.redaction import MASK, Redaction
+from distributor.core.text import MASK, Redaction
 
 
 def shown(env: dict[str, str], parts: list[bytes]) -> bytes:

@@ -24,7 +24,8 @@ import torch
 from conftest import facts_in, needs_java
 from support.canary import relies_on
 
-from distributor.data import from_parquet, predict, predict_batch_udf, shared_model
+from distributor.data import from_parquet, predict, predict_batch_udf
+from distributor.data import prediction_task as shared_model
 from distributor.data.outputs import to_arrow, type_of
 from distributor.errors import UnpicklableError
 from distributor.train import Checkpoint

@@ -13,7 +13,7 @@ import pytest
 from support.settings_table import ADMIN_DEFAULTS, defaults_table, settings_tables
 
 from distributor import TorchDistributor
-from distributor.run.settings import Settings
+from distributor.run_spec import Settings
 from distributor.settings.fields import admin_defaults
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"

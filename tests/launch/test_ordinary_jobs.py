@@ -23,13 +23,13 @@ from support.waiting import until
 from distributor import NodeLost, TorchDistributor
 from distributor._compat import pyspark as private
 from distributor._compat.pyspark import jobs_with_tag
-from distributor.control.cancellation import Cancellation
+from distributor.control.graceful_shutdown import Cancellation
 from distributor.control.run import NodeEnded
-from distributor.launchers.spark.capacity import executors
-from distributor.launchers.spark.gang.gang import Gang
+from distributor.launchers.spark import executors
+from distributor.launchers.spark.gang import Gang
 from distributor.wire.hub import Hub
-from distributor.wire.link import Link
 from distributor.wire.messages import Assignment, AssignmentEnded, Dismissal, MemberUp
+from distributor.wire.tcp_link import Link
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -12,9 +12,8 @@ import pytest
 from support.waiting import SOON, until
 
 from distributor.launchers.spark.task.result_rows import ROW_SCHEMA
-from distributor.spark.call_site import CallSite
 from distributor.spark.session import Session
-from distributor.spark.spark_job import SparkJob
+from distributor.spark.spark_job import CallSite, SparkJob
 
 pytestmark = pytest.mark.spark
 

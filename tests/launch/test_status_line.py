@@ -7,7 +7,7 @@ import io
 import pytest
 from support.driver_output import DriverOutput, Notebook, Terminal, on_screen
 
-from distributor.screen.labels import RunLabel
+from distributor.screen.messages import RunLabel
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.hubs import SECRET
 
-from distributor.link import driver_lease
-from distributor.link.driver_lease import DriverLease
 from distributor.wire import protocol
+from distributor.wire import tcp_link as driver_lease
 from distributor.wire.hub import Hub
+from distributor.wire.tcp_link import DriverLease
 
 SOON = 10.0
 NUM_CHECKS = 3

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from support.waiting import SOON, until
 
+from distributor.environments import unpack
 from distributor.errors import ExecutorNotReady, StartTimeout
-from distributor.node.environment.archive import unpack
 from distributor.node.environment.cache import (
     Build,
     build_once,
     cache_folder,
 )
-from distributor.train.storage.shared_download import shared_download
+from distributor.train.storage.checkpoint import shared_download
 
 
 def build_now(folder: Path, build: Build = lambda *_: None, seconds: float = SOON) -> None:

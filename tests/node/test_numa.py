@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distributor.node.worker.numa import share_of_nodes
+from distributor.node.worker.libraries import share_of_nodes
 
 # Two NUMA nodes with a CPU each.
 SHOWING_TWO_NODES = """

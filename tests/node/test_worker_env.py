@@ -19,13 +19,15 @@ from distributor import TorchDistributor
 from distributor.core.versions import release
 from distributor.node.agent import network
 from distributor.node.agent.network import routable_address
-from distributor.node.agent.share import NodeShare
 from distributor.node.agent.worker_env import (
     RANK_VARIABLES,
     node_order,
     rank_environment,
     visible_devices,
 )
+from distributor.node.process.specs import NodeShare
+from distributor.run_spec import Settings
+from distributor.settings.fields import rank_settings
 from distributor.spark.plan import driver_gpus
 
 DUMP = """
@@ -71,6 +73,7 @@ NODE = NodeShare(
     master_addr="10.0.0.7",
     master_port=29501,
     secret=bytes(32),
+    settings=rank_settings(Settings()),
 )
 
 

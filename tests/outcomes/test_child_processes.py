@@ -10,7 +10,7 @@ from conftest import cluster_is_slow
 from support.ranks import Distribute
 from test_main_module import Main, main  # noqa: F401  (a fixture)
 
-from distributor.programs.programs import module_of
+from distributor.programs import module_of
 
 CHILDREN = """
 import concurrent.futures, multiprocessing, os

@@ -24,7 +24,7 @@ import pytest
 from support.ranks import Distribute, failures_of, my_rank, wait_to_be_stopped, wait_until
 
 from distributor import RemoteError, UnpicklableError, WorkerDied
-from distributor.policies import failure_grace
+from distributor import policies as failure_grace
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -28,11 +28,11 @@ from support.ranks import (
 
 from distributor import RunTimeout, TorchDistributor, WorkerDied
 from distributor.control.controller import Controller
-from distributor.control.run import Attempt, Run
+from distributor.control.run import Attempt, Launcher, Run
 from distributor.node.node import Node
 from distributor.prepared_run import plan
-from distributor.programs.programs import program_of
-from distributor.run.spec import RunSpec
+from distributor.programs import program_of
+from distributor.run_spec import RunSpec
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -260,7 +260,7 @@ def launch(
         min_processes=1,
         settings=distributor,
     )
-    attempt = Attempt(run=Run(spec=spec), num_ranks=1)
+    attempt = Attempt(run=Run(spec=spec, launcher=Launcher()), num_ranks=1)
     deadline = time.monotonic() + 60
     with plan(distributor, 1, 1).launcher.start(attempt, deadline) as handle:
         Controller(attempt, handle, sink, deadline).follow()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distributor.policies.failure_grace import (
+from distributor.policies import (
     AFTER_CAUSE_SECONDS,
     AFTER_COLLATERAL_SECONDS,
     LATE_START_SECONDS,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from distributor.policies.gathering import Gathering
+from distributor.policies import Gathering
 
 
 def test_without_a_task_nothing_is_given_back() -> None:

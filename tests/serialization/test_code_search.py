@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distributor.programs.programs import program_of
+from distributor.programs import program_of
 
 
 def imports_inside() -> None:

@@ -88,7 +88,7 @@ time.sleep(1000)
 STUCK = """
 import threading
 from distributor import Listener
-from distributor.control import listeners
+from distributor.control import sink as listeners
 
 listeners.PATIENCE = 2.0
 
@@ -97,7 +97,7 @@ class Stuck(Listener):
         threading.Event().wait()
 """
 LEAVING = """
-from distributor.launchers.spark.gang.gang import Gang
+from distributor.launchers.spark.gang import Gang
 
 gather = Gang.gather
 

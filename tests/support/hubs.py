@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from distributor.wire import protocol
-from distributor.wire.link import Link
 from distributor.wire.messages import Heartbeat
+from distributor.wire.tcp_link import Link
 
 SECRET = b"a secret of the run"
 SOON = 10.0

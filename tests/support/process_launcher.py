@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from distributor import NodeLost, TorchDistributor
-from distributor.control.attempts import run_attempts
+from distributor.control.attempts import execute
 from distributor.control.run import Attempt, Handle, Launcher, NodeEnded, Run, share_of
 from distributor.core.versions import pickling_software
-from distributor.link.tcp_link import TcpLink
-from distributor.node.agent.share import NodeShare
-from distributor.node.node import Node, NodeStopped, Provisions, run_and_deliver
+from distributor.node.node import Node, NodeStopped, Provisions
 from distributor.node.process.spawner import Interpreter
-from distributor.programs.programs import program_of
-from distributor.run.spec import RunSpec
+from distributor.node.process.specs import NodeShare
+from distributor.programs import program_of
+from distributor.run_spec import RunSpec
 from distributor.serialization.program import Program, in_file
 from distributor.wire.hub import Hub
-from distributor.wire.sealing import rank_secret
+from distributor.wire.protocol import rank_secret
+from distributor.wire.tcp_link import TcpLink
 
 LOOPBACK = "127.0.0.1"
 TESTS = Path(__file__).resolve().parent.parent
@@ -117,7 +117,7 @@ def serve(order: Order) -> None:
         callbacks = node.receive, node.lose_link, node.lose_driver
         node.open(TcpLink(order.hub, order.secret, number, *callbacks))
         provisions = Provisions(Interpreter.current(), pickling_software(), program)
-        run_and_deliver(node, contextlib.nullcontext(provisions), os.getpid())
+        node.run(contextlib.nullcontext(provisions), os.getpid())
 
 
 def distribute(
@@ -129,7 +129,7 @@ def distribute(
     spec = RunSpec(
         program=program, num_processes=ranks, min_processes=ranks, settings=given, keep_all=True
     )
-    return run_attempts(Run(spec=spec, listeners=tuple(given.listeners)), launcher)
+    return execute(Run(spec=spec, launcher=launcher, listeners=tuple(given.listeners)))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from unittest import mock
 from pyspark.sql import SparkSession
 
 from distributor import TorchDistributor
-from distributor.control import rendezvous
+from distributor.control import nodes as rendezvous
 from distributor.launchers.spark import launcher
 from distributor.launchers.spark.hub_address import HubAddress
 
@@ -113,17 +113,16 @@ def package_files() -> tuple[str, ...]:
 
 
 def try_to_import(batches: Iterator[Any]) -> Iterator[Any]:
-    """Report where a Python worker of Spark's, which is no rank, finds the packages."""
-    import importlib
+    """Report which packages the Python of Spark's workers has; a worker may have had a run."""
+    import os
+    import subprocess
 
     import pyarrow
 
-    found = []
+    found, env = [], {"PATH": os.environ["PATH"]}
     for name in ("distributor", "cloudpickle"):
-        try:
-            found.append(importlib.import_module(name).__file__)
-        except ModuleNotFoundError:
-            found.append("missing")
+        done = subprocess.run(["python3", "-c", f"import {name}"], cwd="/", env=env)
+        found.append("missing" if done.returncode else name)
     for _ in batches:
         yield pyarrow.RecordBatch.from_pydict({"found": found})
 

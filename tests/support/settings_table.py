@@ -10,9 +10,8 @@ import dataclasses
 from typing import Any
 
 from distributor.cli import GROUPS, make_parser
-from distributor.run.settings import Settings
-from distributor.settings.defaults import CACHE_DIR
-from distributor.settings.fields import AdminDefault, admin_defaults
+from distributor.run_spec import Settings
+from distributor.settings.fields import CACHE_DIR, AdminDefault, admin_defaults, setting_fields
 from support.pages import PAGES, fill_section
 
 SETTINGS = PAGES / "reference" / "settings.md"
@@ -24,12 +23,11 @@ COMMAND_NAMES = ("run", "doctor")
 
 def settings_tables() -> str:
     """Return a table for each group of the command's help; a star marks defaults for all runs."""
-    left = {field.name: field for field in dataclasses.fields(Settings)}
-    groups = {
-        title: [left.pop(name) for name in names if name in left] for title, names in GROUPS.items()
-    }
+    groups: dict[str, list[Any]] = {title: [] for title in (*GROUPS, "in Python only")}
+    for field in setting_fields(Settings):
+        groups[field.metadata["group"] or "in Python only"].append(field)
     sections = []
-    for title, fields in (*groups.items(), ("in Python only", [*left.values()])):
+    for title, fields in groups.items():
         rows = [
             f"| `{field.name}` | {_default(field)} | {_text(field.metadata['text'])} |"
             for field in fields

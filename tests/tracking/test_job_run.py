@@ -19,7 +19,7 @@ from support.waiting import comes_true
 
 from distributor import TorchDistributor, runtime
 from distributor.control.graceful_shutdown import GracefulShutdown
-from distributor.core.redaction import MASK
+from distributor.core.text import MASK
 from distributor.tracking import run as tracking_run
 from distributor.tracking.recorder import MetricsQueue
 

@@ -15,7 +15,7 @@ from support.reports import save
 from support.training import here
 
 from distributor import Listener, RunTimeout, TorchDistributor, runtime, train
-from distributor.control import listeners
+from distributor.control import sink as listeners
 from distributor.rank.messages import Progress, Reported
 from distributor.train import FailureConfig, RunConfig, UserCallback
 from distributor.train.torch import TorchTrainer

@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 
 from distributor import TorchDistributor, train
-from distributor.screen.one_time_warnings import warn_once
+from distributor.screen.messages import warn_once
 from distributor.train import Checkpoint, RunConfig, ScalingConfig, collective
 from distributor.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 

@@ -13,7 +13,7 @@ import pytest
 from support.reports import save
 
 from distributor import DistributorError, TorchDistributor, train
-from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.rank_variables import CheckpointSettings
 from distributor.train import Checkpoint, CheckpointUploadMode
 from distributor.train.storage.checkpoint_store import Storage
 

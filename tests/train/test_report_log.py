@@ -9,7 +9,7 @@ import pyarrow.fs as pafs
 import pytest
 from support.plain import plain
 
-from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.rank_variables import CheckpointSettings
 from distributor.train.storage import report_log
 from distributor.train.storage.checkpoint_manager import CheckpointManager
 from distributor.train.storage.checkpoint_store import Storage

@@ -14,7 +14,7 @@ from torch.distributed import fsdp
 
 from distributor import TorchDistributor, train
 from distributor._compat.torch import OPTIMIZER_IMPORTS
-from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.rank_variables import CheckpointSettings
 from distributor.train import Checkpoint
 from distributor.train.storage.manifest import MANIFEST
 

@@ -8,9 +8,9 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.rank_variables import CheckpointSettings
+from distributor.train.storage.checkpoint_manager import select_removable
 from distributor.train.storage.manifest import Manifest
-from distributor.train.storage.retention import select_removable
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from distributor.serialization.outcome import Failure, Origin, failure_of
-from distributor.wire import sealing, spark_error_payload
+from distributor.wire import protocol as sealing
+from distributor.wire import spark_error_payload
 from distributor.wire.spark_error_payload import LIMIT, TaskFailed
 
 RANDOM = random.Random(7)

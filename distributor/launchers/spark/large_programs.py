@@ -22,7 +22,7 @@ from distributor.screen.messages import notify
 from distributor.serialization import oob_pickle
 from distributor.serialization.pickle_diagnostics import heaviest
 from distributor.serialization.program import Call, Program
-from distributor.spark.executor_files import send_file
+from distributor.spark.package_shipping import send_file
 from distributor.spark.session import Session
 
 LARGE_PROGRAM = 512 * 1024

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from distributor.core.gpus import gpu_usage
 from distributor.core.linux import cpu_seconds_of_descendants, parent_pid
-from distributor.node.agent.listener import AgentListener
+from distributor.node.agent.output import AgentListener
 from distributor.node.agent.worker_handle import WorkerHandle
 
 IDLE_CPU = 0.02

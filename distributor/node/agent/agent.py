@@ -11,23 +11,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import BinaryIO, NoReturn
 
-from distributor.core.mlflow_env import RUN_ID
-from distributor.core.redaction import Redaction
+from distributor.core.rank_variables import RUN_ID
+from distributor.core.text import Redaction
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.node.agent import termination
 from distributor.node.agent.activity import ActivityMonitor
-from distributor.node.agent.host_usage import has_host_usage
-from distributor.node.agent.listener import AgentListener
-from distributor.node.agent.log_relay import LogRelay
-from distributor.node.agent.rank_failures import failure_at_exit, redact
-from distributor.node.agent.rank_starter import RankStarter
-from distributor.node.agent.share import NodeShare
-from distributor.node.agent.system_metrics import SystemMetrics
-from distributor.node.agent.worker_handle import WorkerHandle
-from distributor.node.agent.worker_selector import WorkerSelector
+from distributor.node.agent.output import AgentListener, LogRelay
+from distributor.node.agent.system_metrics import SystemMetrics, has_host_usage
+from distributor.node.agent.termination import failure_at_exit, redact
+from distributor.node.agent.worker_handle import RankStarter, WorkerHandle, WorkerSelector
 from distributor.node.process.spawner import Spawner
+from distributor.node.process.specs import NodeShare
 from distributor.node.worker.stacks import append_stacks, dump_stacks
-from distributor.policies.failure_grace import FailureGracePeriod
+from distributor.policies import FailureGracePeriod
 from distributor.rank import messages
 from distributor.serialization.outcome import Failure, Outcome, Value
 
@@ -111,7 +107,12 @@ class Agent:
 
         The calling thread may become the parent of the ranks: they are killed when it ends.
         """
-        self._start_all()
+        for local_rank in range(self._node.ranks_per_node):
+            worker = self._starter.start(local_rank)
+            self._workers.append(worker)
+            self._selector.add(worker)
+        if self._store_socket is not None:
+            self._store_socket.close()  # rank 0 alone holds it, so that its death frees the port
         has_more_output = False
         while any(worker.running for worker in self._workers):
             self._selector.wait(0.0 if has_more_output else RELAY_INTERVAL)
@@ -156,16 +157,6 @@ class Agent:
         notice = messages.NOTICE_HERE if here else messages.NOTICE
         self._notices.append(notice)  # ranks count them: each one is sent
         self._selector.wake()
-
-    # Starting
-
-    def _start_all(self) -> None:
-        for local_rank in range(self._node.ranks_per_node):
-            worker = self._starter.start(local_rank)
-            self._workers.append(worker)
-            self._selector.add(worker)
-        if self._store_socket is not None:
-            self._store_socket.close()  # rank 0 alone holds it, so that its death frees the port
 
     # Events of workers
 

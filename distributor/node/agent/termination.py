@@ -5,11 +5,31 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from distributor.node.agent.listener import Sink
+from distributor.core.text import Redaction
+from distributor.node.agent.output import Sink
 from distributor.node.agent.worker_handle import WorkerHandle
 from distributor.node.worker.stacks import append_stacks, dump_stacks
-from distributor.serialization.outcome import Value
+from distributor.serialization.outcome import Failure, Value, death
+
+
+def failure_at_exit(worker: WorkerHandle, returncode: int, redaction: Redaction) -> Failure:
+    """Return the failure of a rank whose process ended without reporting an outcome."""
+    tail = redaction.of_text(worker.tail())
+    if returncode < 0:
+        return death(worker.origin, signum=-returncode, tail=tail)
+    return death(worker.origin, exit_code=returncode, tail=tail)
+
+
+def redact(failure: Failure, redaction: Redaction) -> Failure:
+    """Return a copy of the failure without secrets."""
+    return replace(
+        failure,
+        summary=redaction.of_text(failure.summary),
+        text=redaction.of_text(failure.text),
+    )
+
 
 TERMINATION_GRACE_SECONDS = 5.0
 """Seconds between SIGTERM and SIGKILL."""

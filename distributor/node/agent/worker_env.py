@@ -9,7 +9,7 @@ from itertools import takewhile
 from distributor.core.addresses import host_name
 from distributor.core.text import counted
 from distributor.node.agent.network import interface_of
-from distributor.node.agent.share import NodeShare
+from distributor.node.process.specs import NodeShare
 
 ROLE = "default"
 PATH = "PYTHONPATH"

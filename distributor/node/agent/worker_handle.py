@@ -5,17 +5,85 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import selectors
 import socket
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from distributor.node.process.scratch import remove_scratch
-from distributor.node.process.spawner import Process
+from distributor.core.resources import local_folder
+from distributor.node.agent.worker_env import rank_environment
+from distributor.node.process.scratch import new_scratch_path, remove_scratch
+from distributor.node.process.spawner import Process, Spawner
+from distributor.node.process.specs import NodeShare, WorkerSpec
 from distributor.rank import messages
+from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.outcome import Origin, Outcome, Value
 from distributor.wire.messages import Source, Stream
+
+
+class WorkerSelector:
+    """Reads the control channels of a node's workers on the agent's thread.
+
+    Parameters
+    ----------
+    on_message : callable
+        Called with the worker and the one byte that names its message. It reads the rest of the
+        message, if there is one, from the worker's control channel.
+    """
+
+    def __init__(self, on_message: Callable[[WorkerHandle, bytes], object]) -> None:
+        self._on_message = on_message
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+
+    def add(self, worker: WorkerHandle) -> None:
+        """Read this worker's control channel from now on."""
+        self._selector.register(worker.control, selectors.EVENT_READ, worker)
+
+    def wake(self) -> None:
+        """End the current or the next `wait` at once. From any thread."""
+        with contextlib.suppress(OSError):  # the agent has ended
+            self._wake_sender.send(b"!")
+
+    def wait(self, seconds: float) -> None:
+        """Wait for messages, `wake` or the end of the time, and handle the messages."""
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_receiver.recv(4096)
+            else:
+                self._read(key.data)
+
+    def read_rest(self, worker: WorkerHandle) -> None:
+        """Handle what a worker, whose process has ended, sent last; stop at its outcome."""
+        worker.control.setblocking(False)
+        while worker.outcome is None and self._is_registered(worker):
+            self._read(worker)
+
+    def close(self) -> None:
+        """Close the selector; the workers' control channels stay open."""
+        self._selector.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+    def _read(self, worker: WorkerHandle) -> None:
+        message = b""
+        with contextlib.suppress(OSError):
+            message = worker.control.recv(1)
+        if message:
+            self._on_message(worker, message)
+        else:
+            self._selector.unregister(worker.control)  # its exit code will show how it ended
+
+    def _is_registered(self, worker: WorkerHandle) -> bool:
+        return any(key.fileobj is worker.control for key in self._selector.get_map().values())
+
 
 STANDARD_STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 TAIL_BYTES, TAIL_LINES = 8192, 40
@@ -109,3 +177,80 @@ class WorkerHandle:
     def _end_of(file: BinaryIO) -> bytes:
         size = os.fstat(file.fileno()).st_size
         return os.pread(file.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES))
+
+
+class RankStarter:
+    """Starts the ranks of one node.
+
+    Parameters
+    ----------
+    node : NodeShare
+        The node's share of the run.
+    program : BinaryIO
+        A file with the `Program` that each rank runs.
+    spawner : Spawner
+        Starts the processes.
+    store_socket : socket or None
+        The bound socket for the rendezvous store, on the node that has rank 0.
+    data : BinaryIO or None
+        A file with the node's part of the run's datasets.
+    on_exit : callable
+        Called once for each process that has ended, on any thread.
+    """
+
+    def __init__(
+        self,
+        node: NodeShare,
+        program: BinaryIO,
+        spawner: Spawner,
+        store_socket: socket.socket | None,
+        data: BinaryIO | None,
+        on_exit: Callable[[], object],
+    ) -> None:
+        self._node = node
+        self._program = program
+        self._spawner = spawner
+        self._store_socket = store_socket
+        self._data = data
+        self._on_exit = on_exit
+
+    def start(self, local_rank: int) -> WorkerHandle:
+        """Start the node's rank number `local_rank`."""
+        with contextlib.ExitStack() as opened:
+            origin = self._node.origin(local_rank)
+            ours, theirs = map(opened.enter_context, socket.socketpair())
+            ours.sendall(self._node.secret)
+            outcome, answers, progress = (opened.enter_context(anonymous_file()) for _ in range(3))
+            folder = local_folder()
+            stdout, stderr = (
+                opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(2)
+            )
+            scratch = new_scratch_path()
+            worker_spec = WorkerSpec(
+                share=self._node.without_secrets(),
+                local_rank=local_rank,
+                parent=os.getpid(),
+                control=theirs.fileno(),
+                program=self._program.fileno(),
+                outcome=outcome.fileno(),
+                stacks=answers.fileno(),
+                progress=progress.fileno(),
+                listener=self._listener_of(origin),
+                data=self._data.fileno() if self._data else None,
+                scratch=scratch,
+            )
+            environment = rank_environment(self._node, local_rank, os.environ)
+            with theirs:
+                process = self._spawner.start(
+                    worker_spec, environment, stdout, stderr, self._on_exit
+                )
+            output_files: dict[Source, BinaryIO] = {
+                "stdout": stdout,
+                "stderr": stderr,
+                "progress": progress,
+            }
+            opened.pop_all()  # the worker closes them
+            return WorkerHandle(origin, process, ours, outcome, answers, output_files, scratch)
+
+    def _listener_of(self, origin: Origin) -> int | None:
+        return self._store_socket.fileno() if self._store_socket and origin.rank == 0 else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distributor.core.addresses import host_name
-from distributor.core.redaction import Redaction
+from distributor.core.text import Redaction
 from distributor.errors import ExecutorNotReady, StartTimeout
 
 OPTIONS_SECONDS = 60.0

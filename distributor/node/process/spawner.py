@@ -12,18 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, BinaryIO, Protocol
+from dataclasses import dataclass, field
+from typing import BinaryIO, Protocol
 
 from distributor.core.module_search import lasting_path
-from distributor.core.node_settings import NodeSettings
 from distributor.node.process.signals import (
     ignores_signal,
     kill,
     kill_by_environment,
     signal_group,
 )
-from distributor.serialization.outcome import Origin
+from distributor.node.process.specs import WorkerSpec
 
 # Of ranks and of all that they start; together they identify a run and a node of it.
 RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
@@ -89,51 +88,6 @@ class Interpreter:
         child = self.start(role, argument, [descriptor], environment)
         threading.Thread(target=child.wait, name=f"{role}-reaper", daemon=True).start()
         return child.pid
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerSpec:
-    """What a rank gets from its agent; file descriptors are numbered as in the rank."""
-
-    origin: Origin
-    parent: int  # the process id of the agent or a supervisor
-    control: int  # a stream socket to the agent
-    program: int  # a file with the pickled `Program`, shared by the node's ranks
-    outcome: int  # an empty file for the value or failure
-    stacks: int
-    progress: int
-    listener: int | None  # the bound socket for the rendezvous store; only rank 0 has it
-    scratch: str  # the folder for multiprocessing's sockets; who ends the rank removes it
-    keep_value: bool
-    uses_gpus: bool = True  # if not, the rank may still see some
-    data: int | None = None  # a file with the node's part of the run's datasets
-    modules: str = ""  # folders with the user's modules, as in PYTHONPATH
-    has_preloads: bool = False  # forked from a process that has imported modules for this run
-    program_name: str = ""
-    run_id: str = ""
-    settings: NodeSettings = field(default_factory=NodeSettings)
-
-    def to_argument(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_argument(cls, argument: str) -> WorkerSpec:
-        fields = json.loads(argument)
-        origin, settings = Origin(**fields["origin"]), NodeSettings(**fields["settings"])
-        return cls(**{**fields, "origin": origin, "settings": settings})
-
-    def descriptors(self) -> list[int]:
-        """List the descriptors that the rank inherits."""
-        return [getattr(self, name) for name in self._descriptor_names()]
-
-    def with_descriptors(self, descriptors: Sequence[int], parent: int) -> WorkerSpec:
-        """Return the same spec with other numbers for its descriptors, and another parent."""
-        numbers: dict[str, Any] = dict(zip(self._descriptor_names(), descriptors, strict=True))
-        return replace(self, parent=parent, **numbers)
-
-    def _descriptor_names(self) -> list[str]:
-        names = ("control", "program", "outcome", "stacks", "progress", "listener", "data")
-        return [name for name in names if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)

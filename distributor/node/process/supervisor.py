@@ -54,8 +54,8 @@ from distributor.node.process.spawner import (
     Interpreter,
     Process,
     StartLimit,
-    WorkerSpec,
 )
+from distributor.node.process.specs import WorkerSpec
 from distributor.serialization.oob_pickle import anonymous_file
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -186,8 +186,8 @@ class Supervisor:
     def _handle_message(self) -> WorkerSpec | None:
         message, descriptors = self._receive()
         if not self._scratches:
-            spec = message.worker_spec
-            set_run_title("supervisor", spec.program_name, spec.run_id)
+            share = message.worker_spec.share
+            set_run_title("supervisor", share.program_name, share.run_id)
         try:
             pid, worker_spec = self._start(message, descriptors)
         except OSError as error:

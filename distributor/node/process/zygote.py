@@ -67,8 +67,8 @@ from distributor.node.process.spawner import (
     Interpreter,
     Spawner,
     StartLimit,
-    WorkerSpec,
 )
+from distributor.node.process.specs import WorkerSpec
 from distributor.node.process.supervisor import (
     MAX_MESSAGE_BYTES,
     PROCESS_DESCRIPTORS,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from distributor.node.process.signals import kill_group
-from distributor.node.process.spawner import WorkerSpec
+from distributor.node.process.specs import WorkerSpec
 from distributor.rank.messages import RELEASE, SECRET_BYTES
 
 

@@ -29,17 +29,19 @@ from distributor.node.process.exit import (
 )
 from distributor.node.process.process_title import set_run_title
 from distributor.node.process.scratch import create_scratch
-from distributor.node.process.spawner import WorkerSpec
+from distributor.node.process.specs import WorkerSpec
 from distributor.node.worker.control_channel import ControlChannel
-from distributor.node.worker.libraries import adapt_libraries, read_variables_at_import
+from distributor.node.worker.libraries import (
+    adapt_libraries,
+    bind_to_numa_node,
+    read_variables_at_import,
+)
 from distributor.node.worker.main_module import create_main_module
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
-from distributor.node.worker.numa import bind_to_numa_node
 from distributor.node.worker.own_rendezvous import allow_own_rendezvous
 from distributor.node.worker.stacks import enable_stack_dumps, write_collectives
 from distributor.node.worker.stdio import StandardStreams
-from distributor.rank.context import WorkerContext, enter_worker
-from distributor.rank.devices import finish_gpu_work
+from distributor.rank.context import WorkerContext, enter_worker, finish_gpu_work
 from distributor.rank.import_hooks import after_import
 from distributor.rank.messages import (
     COLLECTIVES,
@@ -58,17 +60,17 @@ from distributor.serialization.program import Call, Module, Program, Script, wri
 
 def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     """Be the rank that `worker_spec` describes; `at_exit` is called when the interpreter exits."""
-    exit_code = [1]
-    use_host_name(worker_spec.origin.host)
-    set_run_title(f"rank {worker_spec.origin.rank}", worker_spec.program_name, worker_spec.run_id)
-    if worker_spec.modules:
-        sys.path[:0] = worker_spec.modules.split(os.pathsep)
+    exit_code, share = [1], worker_spec.share
+    use_host_name(share.host)
+    set_run_title(f"rank {worker_spec.origin.rank}", share.program_name, share.run_id)
+    if share.modules:
+        sys.path[:0] = share.modules.split(os.pathsep)
     at_exit += [lambda: end_process(exit_code[0])]
     control = ControlChannel(worker_spec)
     context = WorkerContext(control.send, worker_spec.progress)
     enter_worker(context)
-    if worker_spec.settings.numa_binding and sys.platform == "linux":
-        bind_to_numa_node(worker_spec.uses_gpus)
+    if share.settings.numa_binding and sys.platform == "linux":
+        bind_to_numa_node(share.uses_gpus)
     control.listen(
         {
             MANY_LINES: StandardStreams().expect_many_lines,
@@ -78,7 +80,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
         }
     )
     context.secret = control.secret
-    context.uses_gpus = worker_spec.uses_gpus
+    context.uses_gpus = share.uses_gpus
     context.data = worker_spec.data
     create_scratch(worker_spec.scratch)
     context.scratch = worker_spec.scratch
@@ -90,11 +92,11 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
         # Not before: a program may set variables that torch reads when it is imported.
         after_import("torch", partial(_serve_store, context, worker_spec.listener, os.getpid()))
     control.send(STARTED)
-    allow_own_rendezvous(*context.rendezvous, worker_spec.run_id)
+    allow_own_rendezvous(*context.rendezvous, share.run_id)
     install_mlflow_hooks()
-    adapt_libraries(worker_spec.uses_gpus, context)
+    adapt_libraries(share.uses_gpus, context)
     try:
-        succeeded = _run_and_record(worker_spec, context)
+        succeeded = _run_program(worker_spec, context)
     except SystemExit as leaving:
         # A failure, sent before exit handlers and threads take their time.
         exit_code[0] = exit_code_of(leaving)
@@ -120,22 +122,35 @@ def _import_torch() -> None:
         importlib.import_module("torch")
 
 
-def _run_and_record(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
-    """Return whether the program succeeded."""
+def _run_program(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
+    """Run the program, and record its value or failure; return whether it succeeded."""
+    rank = os.getpid()
     with open(worker_spec.outcome, "wb") as file:
         try:
-            value = _execute(_load_program(worker_spec), context)
-            if worker_spec.keep_value:
+            try:
+                value = _call(_load_program(worker_spec))
+            except SystemExit as leaving:
+                if leaving.code not in (None, 0):
+                    raise
+                value = None  # it counts as a return
+            finish_gpu_work()
+            context.run_final_steps()
+            if os.getpid() == rank and worker_spec.keeps_value:
                 pickling.dump_value(value, file, what=f"rank {worker_spec.origin.rank}")
             return True
         except SystemExit:
             raise
         except BaseException as error:  # the driver is to know of any
-            failure = failure_of(error, worker_spec.origin, context.completed_steps)
-            file.seek(0)
-            file.truncate()
-            pickle.dump(failure, file)
-            return False
+            if os.getpid() == rank:
+                failure = failure_of(error, worker_spec.origin, context.completed_steps)
+                file.seek(0)
+                file.truncate()
+                pickle.dump(failure, file)
+                return False
+            raise
+        finally:
+            if os.getpid() != rank:
+                exit_forked_child(sys.exc_info()[1])
 
 
 def _load_program(worker_spec: WorkerSpec) -> Program:
@@ -150,27 +165,6 @@ def _load_program(worker_spec: WorkerSpec) -> Program:
     name = program.path if isinstance(program, Script) else program.name
     sys.argv = [name, *write_files(program.args, worker_spec.scratch)]
     return program
-
-
-def _execute(program: Program, context: WorkerContext) -> Any:
-    rank = os.getpid()
-    try:
-        value = _value_of(program)
-        finish_gpu_work()
-        context.run_final_steps()
-        return value
-    finally:
-        if os.getpid() != rank:
-            exit_forked_child(sys.exc_info()[1])
-
-
-def _value_of(program: Program) -> Any:
-    try:
-        return _call(program)
-    except SystemExit as leaving:
-        if leaving.code in (None, 0):  # counts as a return
-            return None
-        raise
 
 
 def _call(program: Program) -> Any:

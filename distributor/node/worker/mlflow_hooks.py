@@ -26,7 +26,7 @@ from importlib import import_module
 from typing import Any
 
 from distributor._compat import mlflow as compat
-from distributor.core.mlflow_env import (
+from distributor.core.rank_variables import (
     ALL,
     FIRST,
     HTTP_DEFAULTS,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from distributor.core.checkpoint_config import CheckpointSettings, check_name
+from distributor.core.rank_variables import CheckpointSettings, check_name
 from distributor.errors import DistributorError
 from distributor.rank.context import worker_context
 from distributor.train.runtime.report_round import ReportRequest, ReportRounds, UploadFn
@@ -21,10 +21,9 @@ from distributor.train.storage.checkpoint import (
     ReportedCheckpoint,
     ReportedCheckpointStatus,
 )
-from distributor.train.storage.checkpoint_manager import CheckpointManager
+from distributor.train.storage.checkpoint_manager import CheckpointManager, ranked
 from distributor.train.storage.checkpoint_store import Storage
 from distributor.train.storage.report_log import json_metrics
-from distributor.train.storage.retention import ranked
 
 VALIDATION_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for validations if it sets no limit."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import pyarrow.fs as pafs
 
-from distributor.core.checkpoint_config import CheckpointSettings
+from distributor.core.rank_variables import CheckpointSettings
 from distributor.errors import DistributorError
 from distributor.filesystems import (
     is_local,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributor import runtime
-from distributor.rank.devices import device
+from distributor.rank.context import device
 from distributor.settings.types import in_, must_be
 from distributor.train.config import TorchConfig
 from distributor.train.torch.checkpoint import TorchCheckpoint

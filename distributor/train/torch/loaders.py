@@ -22,7 +22,7 @@ from distributor._compat.huggingface import mark_as_prepared
 from distributor.data.epochs import Epoch, Order
 from distributor.data.share import Share
 from distributor.data.source import is_rank_share, rows_of_all_ranks
-from distributor.rank.devices import move
+from distributor.rank.context import move
 from distributor.train.runtime.session import has_storage, session
 
 

@@ -17,7 +17,7 @@ from distributor.errors import StartTimeout
 from distributor.launchers.spark.task.result_rows import UnsentReports
 from distributor.launchers.spark.task.spark_node import Placement
 from distributor.launchers.spark.task.task_spec import TaskSpec
-from distributor.node.agent.log_files import LogFiles
+from distributor.node.agent.output import LogFiles
 from distributor.wire.messages import NodeWarning, Output, Rendezvous, Source, Stream
 
 CANCELLATION_SECONDS = 5.0

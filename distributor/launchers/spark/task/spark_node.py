@@ -3,36 +3,120 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import sys
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distributor._compat.pyspark import sent_hadoop_configuration
-from distributor._compat.spark_executor import executor_of
-from distributor.core.addresses import use_host_name
+from distributor._compat.pyspark import executor_of, sent_hadoop_configuration
+from distributor.core.addresses import host_name, use_host_name
+from distributor.core.files import write_atomically
+from distributor.core.gpus import missing_gpus
 from distributor.core.resources import format_bytes, local_folder
-from distributor.core.versions import check_interpreter
-from distributor.launchers.spark.task.node_resources import (
-    assigned_gpus,
-    check_gpu_type,
-    prepare_environment,
-    warnings_about_memory,
-)
-from distributor.launchers.spark.task.shipped_files import program_file
-from distributor.launchers.spark.task.task_spec import TaskSpec
+from distributor.core.versions import check_interpreter, software
+from distributor.errors import ExecutorNotReady
+from distributor.launchers.spark.task.task_spec import ProgramFile, TaskSpec
 from distributor.node.agent.network import routable_address, source_address
-from distributor.node.agent.node_warnings import node_warnings
-from distributor.node.agent.share import NodeShare
-from distributor.node.agent.worker_env import node_order
-from distributor.node.environment.cache import tree_size
+from distributor.node.agent.node_warnings import memory_warnings, node_warnings
+from distributor.node.agent.worker_env import node_order, visible_devices
+from distributor.node.environment import resolve
+from distributor.node.environment.cache import tree_size, with_default_cache
+from distributor.node.environment.resolve import PreparedEnvironment
 from distributor.node.node import Node, Provisions, zygote_spec
 from distributor.node.process import zygote
 from distributor.node.process.spawner import Interpreter
+from distributor.node.process.specs import NodeShare
 from distributor.node.process.supervisor import is_supported
 from distributor.node.worker.libraries import SPARK_FILES
-from distributor.spark.executor_modules import unpack_modules
+from distributor.serialization.program import Module, Program, Script, in_file
+from distributor.spark.executor_modules import spark_files_folder, unpack_modules
+from distributor.wire.messages import NodeWarning
+
+
+def prepare_environment(spec: TaskSpec) -> AbstractContextManager[PreparedEnvironment]:
+    """Make the interpreter ready with which this node's ranks run."""
+    if spec.environment is None:
+        return nullcontext(PreparedEnvironment(Interpreter.current(), software()))
+    variables = with_default_cache({**os.environ, **spec.share.env}, spec.cache_dir)
+    deadline = time.monotonic() + spec.share.settings.start_timeout
+    spark_files = spark_files_folder()
+    entries = [Path(entry).absolute() for entry in sys.path]
+    beside = [str(entry) for entry in entries if entry.is_relative_to(spark_files)]
+    if isinstance(spec.environment, str):
+        return resolve.use_packed(spark_files / spec.environment, variables, deadline, beside)
+    return resolve.use_requirements(spec.environment, variables, deadline, beside)
+
+
+def check_gpu_type(spec: TaskSpec) -> None:
+    """Check that this node has the GPUs that the run requires."""
+    if not (spec.use_gpu and spec.gpu_type):
+        return
+    if missing := missing_gpus(spec.gpu_type, spec.share.ranks_per_node):
+        raise ExecutorNotReady(f"On {host_name()} {missing}.")
+
+
+def assigned_gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ...]:
+    """Return the GPUs of this node's ranks, as entries for ``CUDA_VISIBLE_DEVICES``."""
+    if not spec.use_gpu:
+        return ()
+    if spec.driver_gpus:
+        first = node_rank * spec.share.ranks_per_node
+        return spec.driver_gpus[first : first + spec.share.ranks_per_node]
+    addresses = context.resources()["gpu"].addresses
+    return visible_devices(addresses, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def warnings_about_memory(spec: TaskSpec, num_tasks: int) -> Iterator[NodeWarning]:
+    """Compare the memory that all ranks of this executor need with the memory that is left."""
+    if not spec.check_memory:
+        return iter(())
+    return memory_warnings(
+        num_tasks * spec.share.ranks_per_node,
+        num_tasks,
+        warm=spec.share.settings.warm and is_supported(),
+        is_warm=lambda: zygote.is_warm(os.getppid()),
+    )
+
+
+def program_file(program: Program | ProgramFile) -> BinaryIO:
+    """Return a file with the program, and remove those of programs that no run needs any more."""
+    if not isinstance(program, ProgramFile):
+        return in_file(program_on_this_node(program))
+    folder = spark_files_folder()
+    for name in program.dropped:
+        (folder / name).unlink(missing_ok=True)
+    return (folder / program.name).open("rb")
+
+
+def program_on_this_node(program: Program) -> Program:
+    """Return the program with paths of this node; a script has the text that the driver read."""
+    if isinstance(program, Module):
+        return replace(program, folder="")
+    if not isinstance(program, Script):
+        return program
+    try:
+        if Path(program.path).read_bytes() == program.source:
+            return program
+    except OSError:
+        pass  # not on this node: the nodes need not share the driver's disk
+    return replace(program, path=str(_write_script(program)))
+
+
+def _write_script(script: Script) -> Path:
+    from pyspark import SparkFiles
+
+    digest = hashlib.sha256(script.source).hexdigest()[:12]
+    path = Path(SparkFiles.getRootDirectory(), f"distributor-{digest}", script.name)
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, script.source)
+    return path
+
 
 MAX_SHOWN = 9
 """The largest number of files that ranks have left and that are named."""
@@ -98,15 +182,19 @@ def own_executor(driver: str) -> str:
 
 
 def begin(spec: TaskSpec, placement: Placement) -> NodeShare:
-    """Check what the ranks need first, have the zygote start, and return the node's share."""
+    """Return the node's share, and have the zygote start."""
     use_host_name(placement.host)
-    if spec.environment is None:
-        check_interpreter()
-    check_gpu_type(spec)
     share = _share(spec, placement)
     if spec.environment is None:
         _start_zygote(share, zygote_owner())
     return share
+
+
+def check_node(spec: TaskSpec) -> None:
+    """Check what the ranks need first."""
+    if spec.environment is None:
+        check_interpreter()
+    check_gpu_type(spec)
 
 
 def _share(spec: TaskSpec, placement: Placement) -> NodeShare:

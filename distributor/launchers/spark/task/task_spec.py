@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from distributor.node.agent.share import NodeShare
+from distributor.node.process.specs import NodeShare
 from distributor.serialization.program import Program
 
 if TYPE_CHECKING:
@@ -80,3 +80,22 @@ class TaskSpec:
     environment: str | tuple[str, ...] | None
     cache_dir: str | None
     check_memory: bool
+
+
+@dataclass(frozen=True)
+class MemberSpec:
+    """What the driver passes to every task that holds a slot for a run, pickled with the task.
+
+    Parameters
+    ----------
+    hub : tuple of str and int
+        The address and port of the driver's hub for these tasks.
+    secret : bytes
+        With which the tasks and that hub authenticate each other.
+    job : int
+        Which of the run's jobs this is.
+    """
+
+    hub: tuple[str, int]
+    secret: bytes = field(repr=False)
+    job: int

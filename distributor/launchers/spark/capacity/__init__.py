@@ -1,1 +1,0 @@
-"""Whether a cluster has room for a run."""

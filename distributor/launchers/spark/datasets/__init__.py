@@ -1,1 +1,0 @@
-"""DataFrames as the chunks of each node."""

@@ -1,1 +1,0 @@
-"""What ranks run: the user's program, modules and environment."""

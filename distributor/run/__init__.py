@@ -1,1 +1,0 @@
-"""What a user wants of a run: its settings and its program."""
