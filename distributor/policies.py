@@ -185,6 +185,7 @@ class Deadlines:
         self._timeout = timeout
         self._end = math.inf
         self._stopped_by = math.inf
+        self._stop_seconds = STOP_SECONDS
         self._running = False
 
     def start_run(self, now: float) -> None:
@@ -204,7 +205,13 @@ class Deadlines:
 
         `in_vain` is whether a node does not learn of it, and is not waited for.
         """
-        self._stopped_by = now + (UNLINKED_STOP_SECONDS if in_vain else STOP_SECONDS)
+        self._stop_seconds = UNLINKED_STOP_SECONDS if in_vain else STOP_SECONDS
+        self._stopped_by = now + self._stop_seconds
+
+    def note_output(self, now: float) -> None:
+        """Restart that clock, if it runs: a node is not late while it sends."""
+        if self._stopped_by < math.inf:
+            self._stopped_by = now + self._stop_seconds
 
     def is_stop_overdue(self, now: float) -> bool:
         """Return, once, whether these nodes have not ended in time."""

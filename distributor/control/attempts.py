@@ -50,7 +50,6 @@ def execute(run: Run) -> list[Any]:
     handled = sys.exc_info()[1]  # by the caller
     recorded: AbstractContextManager[object] = run.recorder or nullcontext()
     try:
-        # None of these may be a generator, which cannot pass on an exception that is frozen.
         with run.label, run.block, run.folder, run.graceful_shutdown, recorded:
             _announce_resumption(run)
             listeners = Listeners(run.listeners, run.launcher.thread)

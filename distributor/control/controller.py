@@ -418,13 +418,10 @@ class Controller:
     def _stop_nodes(self) -> None:
         """Ask the nodes to stop their ranks."""
         self._nodes.stop()
-        self._start_stop_clock()
-        self._links.broadcast(messages.Stop("a rank failed"))
-
-    def _start_stop_clock(self) -> None:
         # A node without a link may have the cause: the launcher then reports why it was lost.
         in_vain = len(self._nodes.linked) < self._nodes.count and self._outcomes.has_cause
         self._deadlines.start_stop(self._clock(), in_vain=in_vain)
+        self._links.broadcast(messages.Stop("a rank failed"))
 
     def _request_stacks(self) -> None:
         """Ask the nodes for the stacks of their ranks."""
@@ -497,8 +494,7 @@ class Controller:
     def _on_output(self, node: int, message: messages.Output) -> None:
         if message.source in ("stdout", "stderr") and self._nodes.all_up:
             self._show_start()  # another rank may begin later
-        if self.state is RunState.STOPPING:
-            self._start_stop_clock()  # its node is not late while it sends
+        self._deadlines.note_output(self._clock())
         self._sink.write(message.rank, message.source, message.data)
 
     def _on_value_start(self, node: int, message: messages.ValueStart) -> None:

@@ -29,7 +29,7 @@ from distributor.launchers.spark import task_starts
 from distributor.launchers.spark.task_starts import TaskStarts
 from distributor.node.node import Node
 from distributor.node.process.specs import NodeShare
-from distributor.policies import UNLINKED_SECONDS
+from distributor.policies import UNLINKED_SECONDS, Deadlines
 from distributor.programs import program_of
 from distributor.run_spec import RunSpec, Settings
 from distributor.serialization.outcome import Outcome
@@ -360,15 +360,9 @@ def test_a_message_of_unknown_type_is_ignored_on_both_sides(run: FollowedRun) ->
         assert node.receive() == Release()
         node.close()
     assert run.end() == []
-    node_of_driver = Node(
-        NodeShare(
-            run_id="run",
-            host="host0",
-            ranks_per_node=1,
-            secret=SECRET,
-            settings=rank_settings(Settings()),
-        )
-    )
+    own = rank_settings(Settings())
+    share = NodeShare(run_id="run", host="host0", ranks_per_node=1, secret=SECRET, settings=own)
+    node_of_driver = Node(share)
     node_of_driver.receive("unknown")
 
 
@@ -456,3 +450,12 @@ def test_a_stall_needs_idle_ranks_on_all_nodes(
     assert isinstance(error, RunStalled)
     assert error.stacks == {0: "in step"}
     assert len(warned()) == 1
+
+
+def test_nodes_that_are_stopped_are_late_only_if_they_send_nothing() -> None:
+    deadlines = Deadlines(0.0, None)
+    deadlines.note_output(1.0)
+    assert not deadlines.is_stop_overdue(1e9)
+    deadlines.start_stop(10.0, in_vain=False)
+    deadlines.note_output(12.0)
+    assert [deadlines.is_stop_overdue(now) for now in (26.9, 27.1, 1e9)] == [False, True, False]
