@@ -98,7 +98,7 @@ def environment() -> dict[str, str]:
 
 def adopt_orphans() -> None:
     """Become the parent of processes that a driver leaves behind, to be able to end them."""
-    from distributor.core.linux import set_subreaper  # other launchers' drivers do without
+    from distributor.core.processes import set_subreaper  # other launchers' drivers do without
 
     set_subreaper()
 

@@ -188,7 +188,7 @@ def _follow_run(crowd: _Crowd) -> float:
         Hub("127.0.0.1", secret.encode()) as hub,
         DriverSink(attempt, Listeners((), Launcher().thread)) as sink,
     ):
-        handle = Handle(links=hub, num_nodes=crowd.nodes, ranks_per_node=1, training="training")
+        handle = Handle(links=hub, num_nodes=crowd.nodes)
         began = crowd.start(hub.port, secret)
         ending = threading.Thread(
             target=_end_nodes, args=(crowd, lambda error: hub.post(NodesEnded(error=error)))

@@ -7,7 +7,7 @@ from distributor import runtime
 
 if TYPE_CHECKING:
     from distributor.control.future import RunFuture
-    from distributor.control.stack_requests import stacks
+    from distributor.control.run import stacks
     from distributor.deepspeed_distributor import DeepspeedTorchDistributor
     from distributor.diagnosis import doctor
     from distributor.errors import (
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
         WorkerDied,
     )
     from distributor.launchers.local import cool_down
-    from distributor.prepared_run import warm_up
     from distributor.rank.messages import Progress, Reported
     from distributor.serialization.outcome import load_value
     from distributor.serverless import distributed
-    from distributor.settings.listener import Listener
-    from distributor.torch_distributor import TorchDistributor
+    from distributor.settings import Listener
+    from distributor.torch_distributor import TorchDistributor, warm_up
     from distributor.version import __version__
 
 __all__ = [
@@ -63,39 +62,31 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ApplicationEnded": "distributor.errors",
     "DeepspeedTorchDistributor": "distributor.deepspeed_distributor",
-    "DistributorError": "distributor.errors",
-    "ExecutorNotReady": "distributor.errors",
-    "Listener": "distributor.settings.listener",
-    "NodeLost": "distributor.errors",
+    "Listener": "distributor.settings",
     "Progress": "distributor.rank.messages",
-    "RemoteError": "distributor.errors",
     "Reported": "distributor.rank.messages",
-    "RunCancelled": "distributor.errors",
     "RunFuture": "distributor.control.future",
-    "RunStalled": "distributor.errors",
-    "RunTimeout": "distributor.errors",
-    "StartTimeout": "distributor.errors",
     "TorchDistributor": "distributor.torch_distributor",
-    "UnpicklableError": "distributor.errors",
-    "ValueTooLarge": "distributor.errors",
-    "WorkerDied": "distributor.errors",
     "__version__": "distributor.version",
     "cool_down": "distributor.launchers.local",
     "distributed": "distributor.serverless",
     "doctor": "distributor.diagnosis",
     "load_value": "distributor.serialization.outcome",
-    "stacks": "distributor.control.stack_requests",
-    "warm_up": "distributor.prepared_run",
+    "stacks": "distributor.control.run",
+    "warm_up": "distributor.torch_distributor",
 }
-"""Of each public name, the module that is imported when it is used: a rank needs few of them."""
+"""Of each public name that is no error's, the module that is imported when it is used.
+
+A rank needs few of them.
+"""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    module = import_module(_MODULES.get(name, "distributor.errors"))
+    value = globals()[name] = getattr(module, name)
     return value
 
 

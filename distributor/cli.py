@@ -18,22 +18,20 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from distributor.control.attempts import execute
-from distributor.control.stack_requests import stacks
+from distributor.control.run import stacks
 from distributor.core.module_search import is_runnable
 from distributor.core.spelling import Spelling, suggestion
 from distributor.core.text import printable
 from distributor.diagnosis.report import Wanted
 from distributor.errors import WorkerDied
 from distributor.node.worker.stacks import append_stacks
-from distributor.prepared_run import FIRST_GROUP, prepare_run
 from distributor.programs import module_of, program_of
 from distributor.run_spec import Settings, check_shown_ranks
 from distributor.screen.screen import SCREEN
 from distributor.serialization.program import Module
-from distributor.settings.fields import help_of, setting_fields
-from distributor.settings.types import check_num_processes, read_pair
+from distributor.settings import check_num_processes, help_of, read_pair, setting_fields
 from distributor.spark.application import application, check_application
-from distributor.torch_distributor import TorchDistributor
+from distributor.torch_distributor import FIRST_GROUP, TorchDistributor, prepare_run
 from distributor.version import __version__
 
 _SPELLING = Spelling(

@@ -14,8 +14,7 @@ from distributor.core.spelling import Spelling, check_names
 from distributor.programs import instead_of_keywords
 from distributor.run_spec import Settings
 from distributor.serialization.program import Argument, FileArgument, Program
-from distributor.settings.fields import documented
-from distributor.settings.types import check_bool, check_count
+from distributor.settings import check_bool, check_count, documented
 from distributor.torch_distributor import TorchDistributor
 
 
@@ -92,7 +91,9 @@ class DeepspeedTorchDistributor(TorchDistributor):
         deepspeedConfig: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        _check_names(settings)
+        own = ("numGpus", "nnodes", "localMode", "useGpu", "deepspeedConfig")
+        known = (field.name for field in fields(Settings))
+        check_names("DeepspeedTorchDistributor()", settings, {*own, *known})
         for name, count in (("numGpus", numGpus), ("nnodes", nnodes)):
             check_count(name, 1 if count is True else count)  # PySpark's class takes True as 1
         check_bool("localMode", localMode)
@@ -120,18 +121,15 @@ class DeepspeedTorchDistributor(TorchDistributor):
         return replace(program, args=(*program.args, *own))
 
 
-def _check_names(settings: Mapping[str, Any]) -> None:
-    known = {field.name for field in fields(Settings)}
-    own = ("numGpus", "nnodes", "localMode", "useGpu", "deepspeedConfig")
-    check_names("DeepspeedTorchDistributor()", settings, {*known, *own})
-
-
 def _config_arguments(config: Any) -> tuple[Argument, ...]:
     """Return the arguments that pass a configuration: none if there is none."""
     if config is None or config == "":
         return ()
     if isinstance(config, Mapping):
-        content = _dumped(config)
+        try:
+            content = json.dumps(dict(config))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"deepspeedConfig cannot be written as JSON: {error}.") from None
     elif isinstance(config, (str, os.PathLike)):
         content = _checked_content(Path(config).expanduser())
     else:
@@ -140,13 +138,6 @@ def _config_arguments(config: Any) -> tuple[Argument, ...]:
             f"{config!r} of type {type(config).__name__}."
         )
     return "--deepspeed_config", FileArgument("deepspeed_config.json", content)
-
-
-def _dumped(config: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(dict(config))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"deepspeedConfig cannot be written as JSON: {error}.") from None
 
 
 def _checked_content(path: Path) -> str:

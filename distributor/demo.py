@@ -8,11 +8,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 from distributor.core.versions import require_spark
-from distributor.spark.java import why_no_java
-from distributor.spark.log_quieting import no_warning
+from distributor.spark.application import no_warning, why_no_java
 from distributor.torch_distributor import TorchDistributor
 
 EPOCHS_PER_LINE = 3
@@ -25,13 +24,6 @@ What to try next:
                                                          the same on a Spark cluster
   TorchDistributor(16, local_mode=False).run(train)      a function, from a notebook or a job
   distributor run --help                                 all settings"""
-
-
-class _Result(NamedTuple):
-    name: str
-    where: str
-    accuracy: float
-    seconds: float
 
 
 def train(epochs: int = 15, batch_size: int = 32) -> float:
@@ -95,66 +87,54 @@ def demo() -> None:
             "The demo needs the images of scikit-learn: pip install scikit-learn"
         ) from None
     host = socket.gethostname()
-    results = [_train("two local ranks", host, local_mode=True)]
-    lack = _why_no_spark()
-    if lack is None:
+    rows = [("training", "where", "test accuracy", "time")]
+    rows.append(_train("two local ranks", host, local_mode=True))
+    try:
+        require_spark()
+        lack = why_no_java()  # empty if Spark can start
+    except ModuleNotFoundError as error:
+        lack = str(error)
+    if not lack:
         with _embedded_spark():
-            results.append(_train("two ranks on Spark", f"2 executors, {host}", local_mode=False))
-    print("\n" + _table(results))
+            rows.append(_train("two ranks on Spark", f"2 executors, {host}", local_mode=False))
+    print("\n" + _table(rows))
     if lack:
-        print(f"\n{lack}")
+        print(f"\n{lack} Then run the demo again.")
     print(NEXT_STEPS)
 
 
-def _why_no_spark() -> str | None:
-    try:
-        require_spark()
-    except ModuleNotFoundError as error:
-        return f"{error} Then run the demo again."
-    return f"{lack} Then run the demo again." if (lack := why_no_java()) else None
-
-
-def _train(name: str, where: str, *, local_mode: bool) -> _Result:
-    print(f"\nTraining on {name}")
-    sys.stdout.flush()
+def _train(name: str, where: str, *, local_mode: bool) -> tuple[str, str, str, str]:
+    print(f"\nTraining on {name}", flush=True)
     began = time.perf_counter()
     accuracy = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False).run(train)
-    return _Result(name, where, accuracy, time.perf_counter() - began)
+    return name, where, f"{accuracy:.4f}", f"{time.perf_counter() - began:.1f} s"
 
 
-def _table(results: Sequence[_Result]) -> str:
-    rows = [("training", "where", "test accuracy", "time")]
-    rows += [(r.name, r.where, f"{r.accuracy:.4f}", f"{r.seconds:.1f} s") for r in results]
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, tuple("-" * width for width in widths))  # type: ignore[arg-type]
-    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    heading, *others = rows
+    lines = [heading, ["-" * width for width in widths], *others]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 @contextmanager
 def _embedded_spark() -> Iterator[None]:
     """Start Spark on this machine; show what its JVM has logged only if it does not start."""
-    print("\nStarting an embedded Spark cluster")
-    with tempfile.TemporaryFile() as log:
-        try:
-            spark = _start_spark(log)
-        except Exception:
-            log.seek(0)
-            print(log.read().decode(errors="replace"), file=sys.stderr)
-            raise
-        try:
-            yield
-        finally:
-            spark.stop()
-
-
-def _start_spark(log: IO[bytes]) -> Any:
     from pyspark import SparkConf, SparkContext
     from pyspark.java_gateway import launch_gateway
     from pyspark.sql import SparkSession
 
+    print("\nStarting an embedded Spark cluster")
     conf = SparkConf().setAppName("distributor demo").setMaster("local-cluster[2,1,1024]")
     conf.set("spark.ui.enabled", "false").set("spark.ui.showConsoleProgress", "false")
-    with no_warning():
-        gateway = launch_gateway(conf, popen_kwargs={"stderr": log})  # type: ignore[no-untyped-call]
-        return SparkSession(SparkContext(conf=conf, gateway=gateway))
+    with tempfile.TemporaryFile() as log:
+        try:
+            with no_warning():
+                gateway = launch_gateway(conf, popen_kwargs={"stderr": log})  # type: ignore[no-untyped-call]
+                spark = SparkSession(SparkContext(conf=conf, gateway=gateway))
+        except Exception:
+            log.seek(0)
+            print(log.read().decode(errors="replace"), file=sys.stderr)
+            raise
+        with spark:
+            yield

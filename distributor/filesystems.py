@@ -1,4 +1,4 @@
-"""File systems by path or address, and the names of files in them.
+"""File systems by path or address, and the files and folders in them.
 
 An address is resolved by pyarrow if it can, else by fsspec or hdfs-native.
 """
@@ -9,7 +9,10 @@ import errno
 import io
 import os
 import re
-from typing import Any
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 import pyarrow as pa
@@ -44,11 +47,6 @@ def resolve(path: str | os.PathLike[str], filesystem: Any = None) -> tuple[pafs.
     address = absolute(text)
     if "://" not in address:
         return pafs.LocalFileSystem(), address
-    return resolve_address(address)
-
-
-def resolve_address(address: str) -> tuple[pafs.FileSystem, str]:
-    """Return the file system of an address such as ``s3://bucket/folder``, and the path in it."""
     try:
         found, inside = pafs.FileSystem.from_uri(address)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as unavailable:
@@ -182,19 +180,106 @@ def local_name(name: str) -> str:
     )
 
 
+class Entry(NamedTuple):
+    """A file or a folder."""
+
+    path: str
+    is_file: bool
+
+
+def existing(filesystem: pafs.FileSystem, paths: Sequence[str]) -> list[Entry]:
+    """Return which of these files and folders exist."""
+    infos = filesystem.get_file_info([native(filesystem, path) for path in paths])
+    return [
+        Entry(path, info.type == pafs.FileType.File)
+        for path, info in zip(paths, infos, strict=True)
+        if info.type != pafs.FileType.NotFound
+    ]
+
+
+def entries(
+    filesystem: pafs.FileSystem,
+    folder: str,
+    *,
+    recursive: bool = True,
+    allow_not_found: bool = False,
+) -> list[Entry]:
+    """List the files and folders in a folder.
+
+    On this machine, links to files and folders are followed, except to a folder above.
+    """
+    if not is_local(filesystem):
+        selector = pafs.FileSelector(folder, allow_not_found, recursive)
+        infos = filesystem.get_file_info(selector)
+        return [Entry(info.path, info.type == pafs.FileType.File) for info in infos]
+    if not os.path.isdir(folder):
+        if allow_not_found:
+            return []
+        raise FileNotFoundError(f"There is no folder {folder}.")
+    found = []
+    # pyarrow cannot list names that are not in UTF-8.
+    for parent, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+        folders[:] = [name for name in folders if not _leads_back(parent, name)]
+        found += [Entry(os.path.join(parent, name), False) for name in folders]
+        paths = (os.path.join(parent, name) for name in files)
+        found += [Entry(path, True) for path in paths if os.path.isfile(path)]
+        if not recursive:
+            break
+    return found
+
+
+def _leads_back(parent: str, name: str) -> bool:
+    """Return whether a folder is a link to one of the folders that lead to it."""
+    link = os.path.join(parent, name)
+    if not os.path.islink(link):
+        return False
+    above = accumulate(parent.split("/"), "{}/{}".format)
+    return any(os.path.samefile(link, folder or "/") for folder in above)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def matches(filesystem: pafs.FileSystem, path: str) -> list[Entry]:
+    """Return the files and folders that a path or a pattern names, sorted."""
+    if found := existing(filesystem, [path]):
+        return found
+    parts = path.split("/")
+    names = _expand(filesystem, parts[0], parts[1:]) if _is_pattern(path) else []
+    return existing(filesystem, sorted(set(names)))
+
+
+def _expand(filesystem: pafs.FileSystem, folder: str, parts: list[str]) -> list[str]:
+    """Return paths that match a pattern, of which only the last part may not exist."""
+    if not parts:
+        return [folder]
+    first, *rest = parts
+    if not _is_pattern(first):
+        return _expand(filesystem, f"{folder}/{first}", rest)
+    anywhere = first == "**"
+    found = [
+        entry.path
+        for entry in entries(filesystem, folder or "/", recursive=anywhere, allow_not_found=True)
+        if (anywhere or fnmatchcase(os.path.basename(entry.path), first))
+        and not (rest and entry.is_file)
+    ]
+    return [
+        path
+        for each in ([folder, *found] if anywhere else found)
+        for path in _expand(filesystem, each, rest)
+    ]
+
+
+def _is_pattern(text: str) -> bool:
+    return any(character in text for character in "*?[")
+
+
 def list_files(filesystem: pafs.FileSystem, folder: str) -> list[str]:
     """List the files in a folder, recursively, by their paths in it."""
-    if is_local(filesystem):
-        if not os.path.isdir(folder):
-            raise FileNotFoundError(f"There is no folder {folder}.")
-        paths = (
-            os.path.join(parent, name)
-            for parent, _, names in os.walk(folder, followlinks=True)
-            for name in names
-        )
-        return [os.path.relpath(path, folder) for path in paths if os.path.isfile(path)]
-    infos = filesystem.get_file_info(pafs.FileSelector(folder, recursive=True))
-    return [info.path[len(folder) + 1 :] for info in infos if info.type == pafs.FileType.File]
+    folder = folder.rstrip("/") or "/"
+    start = len(folder.rstrip("/")) + 1
+    return [path[start:] for path, is_file in entries(filesystem, folder) if is_file]
 
 
 def make_folder(filesystem: pafs.FileSystem, path: str) -> None:

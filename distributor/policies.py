@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -21,8 +21,6 @@ LONG_ATTEMPT = 60.0
 """Seconds after which the failure of an attempt no longer counts as quick."""
 LATEST_KEPT = 9
 """How many of the latest failed attempts are kept whole, besides the first."""
-KINDS_KEPT = 1000
-"""How many different failures are counted."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class FailedAttempts:
         self.num_quick = 0
         self.num_same = 0
         self.cause: Failure | None = None
-        self._counts: OrderedDict[tuple[str, int], int] = OrderedDict()
+        self._counts: Counter[tuple[str, int]] = Counter()
 
     @property
     def last(self) -> FailedAttempt:
@@ -97,11 +95,8 @@ class FailedAttempts:
         if failure is None or failure.step is None:
             return 0
         key = failure.summary, failure.step
-        earlier = self._counts.pop(key, 0)
-        self._counts[key] = earlier + 1
-        if len(self._counts) > KINDS_KEPT:
-            self._counts.popitem(last=False)
-        return earlier
+        self._counts[key] += 1
+        return self._counts[key] - 1
 
 
 def pause_before_next(num_quick: int, run_id: str) -> float:
@@ -182,23 +177,19 @@ class Deadlines:
 
     def __init__(self, start: float, timeout: float | None) -> None:
         self.start = start
-        self._timeout = timeout
+        self._timeout = math.inf if timeout is None else timeout
         self._end = math.inf
         self._stopped_by = math.inf
         self._stop_seconds = STOP_SECONDS
-        self._running = False
 
     def start_run(self, now: float) -> None:
         """Start the clock of ``timeout``, the first time."""
-        if not self._running and self._timeout is not None:
-            self._end = now + self._timeout
-        self._running = True
+        self._end = min(self._end, now + self._timeout)
 
     def start_unlinked_run(self, now: float, *, prepares: bool) -> None:
         """Start the same clock for nodes that cannot report when their ranks start."""
-        if self._timeout is not None:
-            started = max(now, self.start) if prepares else now
-            self._end = started + self._timeout + UNLINKED_SECONDS
+        started = max(now, self.start) if prepares else now
+        self._end = started + self._timeout + UNLINKED_SECONDS
 
     def start_stop(self, now: float, *, in_vain: bool) -> None:
         """Start the clock of nodes that end by themselves once their ranks are stopped.
@@ -251,21 +242,18 @@ class FailureGracePeriod:
     def __init__(self, expected: int) -> None:
         self._expected = expected
         self._started: set[int] = set()
-        self._due_at: float | None = None
+        self._due_at = math.inf
 
     def note_start(self, number: int, now: float) -> None:
         self._started.add(number)
-        if self._due_at is not None:
+        if self._due_at < math.inf:
             self._due_at = max(self._due_at, now + AFTER_CAUSE_SECONDS)
 
     def note_failure(self, failure: Failure, now: float) -> None:
         seconds = AFTER_COLLATERAL_SECONDS if failure.collateral else AFTER_CAUSE_SECONDS
-        due_at = now + seconds
-        self._due_at = due_at if self._due_at is None else min(self._due_at, due_at)
+        self._due_at = min(self._due_at, now + seconds)
 
     def is_over(self, now: float) -> bool:
-        if self._due_at is None:
-            return False
         all_started = len(self._started) >= self._expected
         return now >= self._due_at + (0.0 if all_started else LATE_START_SECONDS)
 

@@ -16,17 +16,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from distributor import settings as types
 from distributor.core.gpus import GPUType
 from distributor.core.spelling import Spelling
 from distributor.core.text import listed
-from distributor.environments import Environment, check_environment
 from distributor.node.agent.worker_env import RANK_VARIABLES
+from distributor.programs import Environment, check_environment
 from distributor.serialization.program import Program
-from distributor.settings import types as types
-from distributor.settings.fields import AdminDefault, complete, documented, setting, setting_fields
-from distributor.settings.listener import Listener
-from distributor.settings.types import option
-from distributor.spark.executor_resources import check_executor_resources
+from distributor.settings import (
+    AdminDefault,
+    Listener,
+    complete,
+    documented,
+    option,
+    setting,
+    setting_fields,
+)
+from distributor.spark.session import check_executor_resources
 from distributor.spark.user_modules import check_py_modules
 
 _SECONDS_OR_OFF = replace(

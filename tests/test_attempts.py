@@ -116,7 +116,7 @@ def test_an_attempt_that_limits_let_follow(
     spec = RunSpec(
         program=program_of(print, (), {}), num_processes=1, min_processes=1, settings=settings
     )
-    killed = death(Origin(rank=0, local_rank=0, host="here"), signum=signal.SIGKILL)
+    killed = death(Origin(rank=0, local_rank=0, host="here"), -signal.SIGKILL)
     run, preempted = Run(spec=spec, launcher=Launcher()), {"here": [0]}
     attempt = Attempt(run=run, number=number, num_ranks=1, failures=[killed], preempted=preempted)
     assert attempt.may_be_followed == is_followed

@@ -23,8 +23,8 @@ from support.waiting import assert_gone, marked, until
 
 import distributor
 from distributor import RunTimeout, TorchDistributor, WorkerDied
-from distributor.control.graceful_shutdown import GracefulShutdown, Interrupts
-from distributor.node.agent import termination
+from distributor.control.waiting import GracefulShutdown, Interrupts
+from distributor.node.agent import agent
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 RANKS = 2
@@ -282,8 +282,8 @@ def test_an_exit_is_reported_if_its_exit_handlers_never_end(distribute: Distribu
 def test_a_value_is_returned_if_its_rank_never_ends(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(termination, "LINGERING_WARNING_SECONDS", 0.5)
-    monkeypatch.setattr(termination, "LINGERING_KILL_SECONDS", 1.5)
+    monkeypatch.setattr(agent, "LINGERING_WARNING_SECONDS", 0.5)
+    monkeypatch.setattr(agent, "LINGERING_KILL_SECONDS", 1.5)
 
     def program() -> str:
         threading.Thread(target=never_end).start()

@@ -23,7 +23,7 @@ from support.waiting import DEADLINE, assert_gone, until
 
 import distributor
 from distributor import ExecutorNotReady, TorchDistributor
-from distributor.node.environment import installer
+from distributor.node import environment as node_environment
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 OURS = "iniconfig"
@@ -281,10 +281,10 @@ def test_ranks_have_other_versions_than_sparks_own_python(tmp_path: Path) -> Non
 def test_pips_options_are_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(installer, "OPTIONS_SECONDS", 0.2)
+    monkeypatch.setattr(node_environment, "OPTIONS_SECONDS", 0.2)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 10")
     python.chmod(0o755)
     began = time.monotonic()
-    assert installer._pip_options(python, os.environ) == set()
+    assert node_environment._pip_options(python, os.environ) == set()
     assert time.monotonic() < began + 5

@@ -190,7 +190,7 @@ def test_the_hint_names_a_module_and_why_it_was_not_sent(
     write(folder / "large" / "deep" / "late.py")
     monkeypatch.setattr(user_modules, "MAX_PACKAGE_BYTES", 999)
     source = "\n".join(f"import {name}" for name in imports)
-    program = Script("train.py", str(folder / "train.py"), (), source.encode())
+    program = Script("train.py", str(folder / "train.py"), source.encode())
 
     error = ModuleNotFoundError(f"No module named {lacks!r}", name=lacks)
     hint = user_modules.hint(error, program, ())
@@ -207,7 +207,7 @@ def test_the_hint_names_a_path_that_was_taken_for_a_name_of_the_hub(
     write(folder / "models" / "mine" / "config.json")
     monkeypatch.chdir(folder)
     call = Call("train", dump_call(print, (argument,), {}))
-    script = Script("train.py", str(folder / "train.py"), ("--model", argument), b"")
+    script = Script("train.py", str(folder / "train.py"), b"", args=("--model", argument))
     error = OSError("We couldn't connect to 'https://huggingface.co' to load the files")
     for program in (call, script):
         hint = user_modules.hint(error, program, ())

@@ -21,8 +21,8 @@ from distributor import (
     air,
     runtime,
 )
-from distributor.decorated_function import DistributedFunction
 from distributor.ray import RayFunction, ray_launch
+from distributor.serverless import DistributedFunction
 
 pytestmark = pytest.mark.repository
 
@@ -40,14 +40,12 @@ LAYERS = [
     {"screen"},
     {"spark"},
     {"data", "settings"},
-    {"programs", "environments"},
+    {"programs"},
     {"run_spec"},
     {"control"},
     {"launchers"},
     {"runtime", "tracking", "unsupported"},
-    {"prepared_run"},
     {"torch_distributor"},
-    {"decorated_function"},
     {"deepspeed_distributor", "serverless", "train"},
     {"ml", "ray"},
     {"serverless_gpu", "air", "diagnosis"},
@@ -116,7 +114,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_nothing_imports_upward() -> None:
-    assert "distributor.launchers.spark.launcher" in graph()["distributor.prepared_run"]
+    assert "distributor.launchers.spark.launcher" in graph()["distributor.torch_distributor"]
     upward = [
         f"{module} imports {other}"
         for module, others in graph().items()
@@ -283,10 +281,9 @@ CALLABLES = {
     "air.ray_init": air.ray_init,
     "ray.ray_launch": ray_launch,
 }
-INTERNAL = {"Progress.to_line", "Reported.to_line"}
 
 
-@pytest.mark.parametrize("name", sorted(CALLABLES.keys() - INTERNAL))
+@pytest.mark.parametrize("name", sorted(CALLABLES))
 def test_public_names_document_their_parameters_and_values(name: str) -> None:
     function = CALLABLES[name]
     documented = documented_sections(function)

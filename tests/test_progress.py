@@ -12,7 +12,7 @@ from support.ranks import Distribute
 
 from distributor import TorchDistributor, runtime
 from distributor.launchers.spark.hub_address import HubAddress
-from distributor.rank.messages import Progress, Reader
+from distributor.rank.messages import Progress, Reader, line_of
 from distributor.screen.run_block import RunProgress
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -61,7 +61,7 @@ def test_numbers_and_tensors_are_taken_and_other_values_refused() -> None:
 
 def test_the_reader_joins_parts_of_lines_and_skips_invalid_ones() -> None:
     sent = [Progress(done, 9, {"loss": done / 7}, at=float(done)) for done in range(9)]
-    data = b"no JSON\n[1]\n" + b"".join(progress.to_line() for progress in sent)
+    data = b"no JSON\n[1]\n[[], {}]\n" + b"".join(line_of(progress) for progress in sent)
     for size in (1, 7, len(data)):
         reader = Reader()
         parts = [data[at : at + size] for at in range(0, len(data), size)]

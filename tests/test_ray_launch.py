@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,11 +28,10 @@ from support.ray_clusters import (
 from support.waiting import assert_gone, until
 
 from distributor import DistributorError, ExecutorNotReady, air, runtime
+from distributor.core.files import create_elsewhere, remove_scratch
 from distributor.node.agent.worker_env import RANK_VARIABLES
-from distributor.node.process.scratch import create_elsewhere, remove_scratch
-from distributor.ray import program as program_module
-from distributor.ray import ray_launch
-from distributor.ray.program import Peers, RayProgram
+from distributor.rank.store_channel import StoreChannel
+from distributor.ray import RayProgram, ray_launch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -301,14 +299,13 @@ def test_a_scratch_folder_is_removed_with_the_one_elsewhere(tmp_path: Path) -> N
     assert sorted(tmp_path.iterdir()) == [foreign, parent], "the program's link is not followed"
 
 
-def test_nodes_take_no_value_that_another_program_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_take_no_value_that_another_program_has_set() -> None:
     import torch.distributed as dist
 
     store = dist.HashStore()
-    monkeypatch.setattr(program_module, "connect_store", lambda prefix: store)
-    peers = Peers(time.monotonic() + 60)
-    peers.set("address", "ours")
-    assert peers.get("address", "nothing") == "ours"
+    channel = StoreChannel(0, 2, store)
+    channel.set("address", "ours")
+    assert channel.get("address") == "ours"
     store.set("address", json.dumps("of another program"))
     with pytest.raises(DistributorError, match="'address' is not what a rank has sent"):
-        peers.get("address", "nothing")
+        channel.get("address")

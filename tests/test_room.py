@@ -155,7 +155,7 @@ def test_exhausted_shared_memory_is_reported_with_its_size(tmp_path: Path) -> No
 
 
 def test_a_bus_error_is_explained() -> None:
-    failure = death(Origin(rank=0, local_rank=0, host="here"), signum=7)
+    failure = death(Origin(rank=0, local_rank=0, host="here"), -7)
 
     error = failure.exception()
 

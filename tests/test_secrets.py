@@ -120,7 +120,7 @@ def test_a_secret_does_not_leave_the_ranks_of_a_cluster(tmp_path: Path) -> None:
     source = f"""{PROGRAM}
 import hashlib, secrets
 from unittest import mock
-from distributor.launchers.spark import launcher
+from distributor.launchers.spark import hub_address, launcher
 random_bytes, of_the_run = secrets.token_bytes, hashlib.sha256(b"of the run").digest()
 secrets.token_bytes = lambda count: of_the_run if count == 32 else random_bytes(count)
 secret = json.loads(_channel.makefile().readline())
@@ -134,7 +134,7 @@ try:
     runner.run(train, {str(notes)!r}, bytes(900_000))
 except ValueError as error:
     send(error=list(error.args))
-out_of_reach = launcher.HubAddress(bound="127.0.0.1", advertised="127.0.0.99")
+out_of_reach = hub_address.HubAddress(bound="127.0.0.1", advertised="127.0.0.99")
 try:
     with mock.patch.object(launcher, "choose_hub_address", return_value=out_of_reach):
         runner.run(train, {str(notes)!r}, bytes(900_000))

@@ -20,7 +20,7 @@ from conftest import facts_in, needs_java
 from support.packages import HIDING_TORCH
 
 import distributor
-from distributor.spark.package_shipping import _own_source
+from distributor.spark.shipping import _own_source
 
 PACKAGE = Path(distributor.__file__).resolve().parent
 CLUSTER = "local-cluster[2,1,512]"

@@ -91,9 +91,9 @@ def check(facts: dict[str, object]) -> None:
 
 
 FOLDERS = """
-from distributor.node.environment import cache
-from distributor.node.process import scratch
-print(cache.cache_folder({}), scratch.new_scratch_path())
+from distributor.node import cache
+from distributor.core import files
+print(cache.cache_folder({}), files.new_scratch_path())
 """
 
 

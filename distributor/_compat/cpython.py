@@ -58,14 +58,12 @@ def before_thread_pools_end(function: Callable[[], object]) -> None:
     # atexit is too late: by then pools refuse work and, since Python 3.12, no thread can start.
     import concurrent.futures.thread  # noqa: F401  its function is called after those registered later
 
-    register: Any = threading._register_atexit  # type: ignore[attr-defined]
-    register(function)
+    threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
 def forget_exit_handlers() -> None:
     """Release the functions that are registered with `atexit`; the last of them can call it."""
-    clear: Any = atexit._clear
-    clear()
+    atexit._clear()
 
 
 _lock = threading.Lock()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import inspect
 import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from distributor._compat import replacing
 
 
 def mark_as_prepared(loader: object) -> None:
@@ -29,11 +30,10 @@ def keep_shares_whole(
     asked of what is divided.
     """
     # The Transformers Trainer prepares its data loaders by an Accelerator, too.
-    prepare = accelerator.prepare_data_loader
-    signature = inspect.signature(prepare)
+    signature = inspect.signature(accelerator.prepare_data_loader)
 
-    @functools.wraps(prepare)
-    def prepare_whole(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    @replacing(accelerator, "prepare_data_loader")
+    def prepare_whole(prepare: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(dataloader, *args, **kwargs)
         if not is_share(dataloader.dataset):
             question(dataloader.dataset, call.arguments.get("num_processes"))
@@ -51,8 +51,6 @@ def keep_shares_whole(
         prepared._drop_last = True
         return prepared
 
-    accelerator.prepare_data_loader = prepare_whole  # type: ignore[attr-defined]
-
 
 def state_arguments(state: Any) -> dict[str, Any]:
     """Return the arguments with which a ``PartialState`` was made."""
@@ -61,12 +59,11 @@ def state_arguments(state: Any) -> dict[str, Any]:
 
 def see_all_ranks(state: ModuleType) -> None:
     """Have a ``PartialState`` without a GPU see the other ranks."""
+
     # Accelerate looks for them on CPUs only if it is asked to: an Accelerator by a variable, a
     # PartialState by an argument. The Transformers TrainingArguments make one, too.
-    initialize = state.PartialState.__init__
-
-    @functools.wraps(initialize)
-    def initialize_with_all(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+    @replacing(state.PartialState, "__init__")
+    def initialize_with_all(initialize: Any, self: Any, cpu: bool = False, **kwargs: Any) -> None:
         import torch
 
         is_one_of_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -74,18 +71,15 @@ def see_all_ranks(state: ModuleType) -> None:
         use_cpu = state.parse_flag_from_env("ACCELERATE_USE_CPU", default)
         initialize(self, cpu or use_cpu, **kwargs)
 
-    state.PartialState.__init__ = initialize_with_all
-
 
 def refuse_lost_adapters(fsdp_utils: ModuleType) -> None:
     """Have FSDP2 refuse a PEFT model of which Accelerate saves one rank's adapters only."""
     version = importlib.metadata.version("accelerate")
     if [int(part) for part in version.split(".")[:2]] >= [1, 15]:
         return
-    prepare = fsdp_utils.fsdp2_prepare_model
 
-    @functools.wraps(prepare)
-    def prepare_checked(accelerator: Any, model: Any) -> Any:
+    @replacing(fsdp_utils, "fsdp2_prepare_model")
+    def prepare_checked(prepare: Any, accelerator: Any, model: Any) -> Any:
         kind = str(accelerator.state.fsdp_plugin.state_dict_type)
         if hasattr(model, "peft_config") and kind.endswith("FULL_STATE_DICT"):
             raise RuntimeError(
@@ -96,22 +90,17 @@ def refuse_lost_adapters(fsdp_utils: ModuleType) -> None:
             )
         return prepare(accelerator, model)
 
-    fsdp_utils.fsdp2_prepare_model = prepare_checked  # type: ignore[attr-defined]
-
 
 def note_ignored_fsdp(state: ModuleType) -> None:
     """Say that Accelerate trains with DDP on CPUs where a program asks for FSDP."""
-    initialize = state.AcceleratorState.__init__
 
-    @functools.wraps(initialize)
-    def initialize_noting(self: Any, *args: Any, **kwargs: Any) -> None:
+    @replacing(state.AcceleratorState, "__init__")
+    def initialize_noting(initialize: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         is_first = not state.AcceleratorState._shared_state
         initialize(self, *args, **kwargs)
         wanted = state.parse_flag_from_env("ACCELERATE_USE_FSDP")
         if is_first and wanted and "CPU" in str(self.distributed_type) and self.is_main_process:
             print("distributor: on CPUs Accelerate ignores FSDP: it uses DDP.", flush=True)
-
-    state.AcceleratorState.__init__ = initialize_noting
 
 
 def report_progress(trainer: ModuleType, report: Callable[[int, int], object]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from types import ModuleType
 from typing import Any
+
+from distributor._compat import replacing
 
 # The class that chooses the devices, by its module.
 CONNECTORS = {
@@ -22,11 +23,10 @@ def see_all_ranks(module: ModuleType, uses_gpus: bool) -> None:
     # By default, Lightning counts the GPUs of this machine, and one CPU: on CPUs, and with one GPU
     # on each of several machines, each rank would train a model of its own.
     connector = getattr(module, CONNECTORS[module.__name__])
-    initialize = connector.__init__
-    signature = inspect.signature(initialize)
+    signature = inspect.signature(connector.__init__)
 
-    @functools.wraps(initialize)
-    def initialize_with_all(self: Any, *args: Any, **kwargs: Any) -> None:
+    @replacing(connector, "__init__")
+    def initialize_with_all(initialize: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         call = signature.bind(self, *args, **kwargs)
         call.apply_defaults()
         asked = call.arguments
@@ -39,5 +39,3 @@ def see_all_ranks(module: ModuleType, uses_gpus: bool) -> None:
                 asked["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
                 asked["num_nodes"] = int(os.environ["GROUP_WORLD_SIZE"])
         initialize(*call.args, **call.kwargs)
-
-    connector.__init__ = initialize_with_all

@@ -5,16 +5,9 @@ from __future__ import annotations
 import atexit
 import threading
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 _experiment_lock = threading.Lock()
-
-
-class DatabricksCredentials(NamedTuple):
-    """The host and token of a Databricks workspace; either may be None."""
-
-    host: str | None
-    token: str | None
 
 
 def default_experiment_id() -> str | None:
@@ -38,11 +31,11 @@ def end_run_at_exit() -> None:
     atexit.register(_fluent()._safe_end_run)
 
 
-def databricks_credentials(tracking_uri: str) -> DatabricksCredentials:
-    """Resolve the profile of a ``databricks`` address, which may be in a file of this machine."""
+def databricks_credentials(tracking_uri: str) -> tuple[str | None, str | None]:
+    """Return the host and token of a ``databricks`` address, perhaps of a profile in a file."""
     utils: Any = import_module("mlflow.utils.databricks_utils")
     found = utils.get_databricks_host_creds(tracking_uri)
-    return DatabricksCredentials(found.host, found.token)
+    return found.host, found.token
 
 
 def finished_operations() -> object:
@@ -54,12 +47,8 @@ def finished_operations() -> object:
 def client_that_prints_no_link(uri: str) -> Any:
     """Return a client that does not print the link to a run of a server when it ends the run."""
     client = import_module("mlflow").MlflowClient(uri)
-    client._tracking_client._log_url = _print_nothing
+    client._tracking_client._log_url = lambda run_id: None
     return client
-
-
-def _print_nothing(run_id: str) -> None:
-    pass
 
 
 def _fluent() -> Any:

@@ -246,7 +246,9 @@ def keep_call_site(frame: Any) -> None:
     # PySpark would name the line of this package that calls `collect`. A version that works
     # differently names its own.
     if hasattr(frame, "_sc"):
-        frame._sc = _Without(frame._sc, "_jsc", _Without(frame._sc._jsc, "setCallSite", _ignore))
+        frame._sc = _Without(
+            frame._sc, "_jsc", _Without(frame._sc._jsc, "setCallSite", lambda site: None)
+        )
 
 
 class _Without:
@@ -258,10 +260,6 @@ class _Without:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
-
-
-def _ignore(site: str | None) -> None:
-    pass
 
 
 class ProgressBar:
@@ -366,7 +364,7 @@ def qualified(context: Any, path: str) -> str:
     return str(address.toString())
 
 
-HOST, ID = "--hostname", "--executor-id"
+HOST, ID = b"--hostname", b"--executor-id"
 
 
 def executor_of(pid: int) -> tuple[str, str] | None:
@@ -380,15 +378,11 @@ def executor_of(pid: int) -> tuple[str, str] | None:
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             return None
-        if HOST.encode() in arguments and ID.encode() in arguments:
-            host, number = (_value(arguments, name) for name in (HOST, ID))
-            return host, number
+        if HOST in arguments and ID in arguments:
+            host, number = (arguments[arguments.index(name) + 1] for name in (HOST, ID))
+            return os.fsdecode(host), os.fsdecode(number)
         pid = int(fields[1])
     return None
-
-
-def _value(arguments: list[bytes], name: str) -> str:
-    return os.fsdecode(arguments[arguments.index(name.encode()) + 1])
 
 
 # The text of a failed job's exception contains the errors of its tasks, with stacks.

@@ -5,13 +5,14 @@ Torch is imported inside the functions: a driver and its cluster's tasks do with
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import weakref
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
+
+from distributor._compat import replacing
 
 # Modules that a process's first optimizer imports, which takes about a second.
 OPTIMIZER_IMPORTS = ("torch._dynamo",)
@@ -103,17 +104,14 @@ def serve_store(host: str, port: int, listener: int) -> Any:
 
 def choose_store(rendezvous: ModuleType, choose: Callable[[str, int], str]) -> None:
     """Have torch ask for the host of the store that ``init_process_group`` connects to."""
-    create = rendezvous._create_c10d_store
 
-    @functools.wraps(create)
+    @replacing(rendezvous, "_create_c10d_store")
     def create_chosen(
-        hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
+        create: Any, hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
     ) -> Any:
         store = create(choose(hostname, port), port, rank, world_size, *args, **kwargs)
         _kept_stores[:] = [store] if world_size > 1 else []
         return store
-
-    rendezvous._create_c10d_store = create_chosen  # type: ignore[attr-defined]
 
 
 # The store that this process has opened last.
@@ -139,55 +137,47 @@ def separate_initializations(distributed_c10d: ModuleType) -> None:
     # Each rank counts its initializations in the store, for each number of ranks, because other
     # processes can follow it as the same rank. It counts those that succeed, so that all ranks may
     # try again. The first keeps torch's keys: a process without this function can take part in it.
-    create = distributed_c10d._new_process_group_helper
 
-    @functools.wraps(create)
-    def create_apart(
-        size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    @replacing(distributed_c10d, "_new_process_group_helper")
+    def create_apart(create: Any, *args: Any, **kwargs: Any) -> Any:
+        size, rank, ranks, backend, store, *others = args
         # MPI needs no store, and that of the backend for tests stores nothing.
         if kwargs.get("group_desc") != "default_pg" or backend in ("mpi", "fake"):
-            return create(size, rank, ranks, backend, store, *args, **kwargs)
+            return create(*args, **kwargs)
         count = f"initializations/{size}/{rank}"
         done = store.add(count, 0)
         own = store
         # What the first rank writes decides for all of them.
         if done or store.compare_set("initializations", "", str(size)) != str(size).encode():
             own = distributed_c10d.PrefixStore(f"initializations/{size}/{done}", store)
-        created = create(size, rank, ranks, backend, own, *args, **kwargs)
+        created = create(size, rank, ranks, backend, own, *others, **kwargs)
         store.add(count, 1)
         return created
-
-    distributed_c10d._new_process_group_helper = create_apart  # type: ignore[attr-defined]
 
 
 def wrap_spawned(spawn: ModuleType, wrap: Callable[[Any], Any]) -> None:
     """Have ``torch.multiprocessing`` start processes with ``wrap(function)``."""
-    start = spawn.start_processes
 
-    @functools.wraps(start)
-    def start_wrapped(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    @replacing(spawn, "start_processes")
+    def start_wrapped(start: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
         _kept_stores.clear()  # the processes may use the same port
         return start(wrap(fn), *args, **kwargs)
 
-    for module in (spawn, sys.modules["torch.multiprocessing"]):
-        module.start_processes = start_wrapped  # type: ignore[attr-defined]
+    multiprocessing: Any = sys.modules["torch.multiprocessing"]
+    multiprocessing.start_processes = start_wrapped
 
 
 def keep_groups_of_models(parallel: ModuleType) -> None:
     """Have each DDP model keep its process group's Python object until the model is freed."""
-    initialize = parallel.DistributedDataParallel.__init__
 
-    @functools.wraps(initialize)
-    def keep_group(self: Any, *args: Any, **kwargs: Any) -> None:
+    @replacing(parallel.DistributedDataParallel, "__init__")
+    def keep_group(initialize: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
         # The reducer and the logger share the C++ object. A finalizer runs after that is freed,
         # and not before, since neither class is written in Python.
         for owner in (getattr(self, name, None) for name in ("reducer", "logger")):
             if owner is not None:  # neither exists if DDP itself reduces no gradient
                 weakref.finalize(owner, _release, self.process_group).atexit = False
-
-    parallel.DistributedDataParallel.__init__ = keep_group
 
 
 def keep_destroyed_groups(distributed_c10d: ModuleType) -> None:
@@ -196,16 +186,15 @@ def keep_destroyed_groups(distributed_c10d: ModuleType) -> None:
 
     if torch.__version__ >= "2.8":  # compared as versions
         return
-    destroy = distributed_c10d.destroy_process_group
 
-    @functools.wraps(destroy)
-    def keep_and_destroy(*args: Any, **kwargs: Any) -> None:
+    @replacing(distributed_c10d, "destroy_process_group")
+    def keep_and_destroy(destroy: Any, *args: Any, **kwargs: Any) -> None:
         _kept_groups.update(process_groups(distributed_c10d))
         destroy(*args, **kwargs)
 
-    for module in (distributed_c10d, sys.modules["torch.distributed"]):
-        if hasattr(module, "destroy_process_group"):
-            module.destroy_process_group = keep_and_destroy  # type: ignore[attr-defined]
+    distributed: Any = sys.modules["torch.distributed"]  # torch may not have the attribute yet
+    if hasattr(distributed, "destroy_process_group"):  # not while it is being imported
+        distributed.destroy_process_group = keep_and_destroy
 
 
 def process_groups(distributed_c10d: ModuleType) -> list[Any]:
@@ -219,10 +208,10 @@ _kept_groups: set[Any] = set()
 
 def keep_shares_whole(distributed: ModuleType, is_share: Callable[[object], bool]) -> None:
     """Have ``DistributedSampler`` sample all of a dataset that is one rank's share already."""
-    initialize = distributed.DistributedSampler.__init__
 
-    @functools.wraps(initialize)
+    @replacing(distributed.DistributedSampler, "__init__")
     def initialize_whole(
+        initialize: Any,
         self: Any,
         dataset: Any,
         num_replicas: int | None = None,
@@ -235,8 +224,6 @@ def keep_shares_whole(distributed: ModuleType, is_share: Callable[[object], bool
         if is_share(getattr(sampler, "data_source", dataset)):
             num_replicas, rank = 1, 0
         initialize(self, dataset, num_replicas, rank, *args, **kwargs)
-
-    distributed.DistributedSampler.__init__ = initialize_whole
 
 
 def _release(group: object) -> None:

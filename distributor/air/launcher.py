@@ -1,6 +1,5 @@
 """The decorator, under the names of ``databricks.air.launcher``."""
 
-from distributor.decorated_function import DistributedFunction
-from distributor.serverless import distributed
+from distributor.serverless import DistributedFunction, distributed
 
 __all__ = ["DistributedFunction", "distributed"]

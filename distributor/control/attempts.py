@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributor.control.controller import Controller
-from distributor.control.run import Attempt, Launcher, Resized, Run
+from distributor.control.run import Attempt, Launcher, Resized, Run, register_run
 from distributor.control.sink import DriverSink, Listeners
-from distributor.control.stack_requests import register_run
 from distributor.core.cell_errors import shorten_in_cell
 from distributor.core.text import counted, duration, listed
 from distributor.errors import DistributorError
@@ -42,8 +41,8 @@ LINES_OF_ONE_MODEL = """
     model = torch.nn.parallel.DistributedDataParallel(model)"""
 
 
-def execute(run: Run) -> list[Any]:
-    """Run attempts until one succeeds, and return the values of its rank 0, or of all ranks.
+def execute(run: Run) -> Any:
+    """Run attempts until one succeeds, and return the value of its rank 0, or those of all ranks.
 
     An error that says what has happened is raised without the frames of this package.
     """
@@ -65,7 +64,7 @@ def execute(run: Run) -> list[Any]:
         raise _for_caller(error, handled, run.spec)  # noqa: B904, as it is the same, or its context
 
 
-def _run_attempts(run: Run, launcher: Launcher, listeners: Listeners) -> list[Any]:
+def _run_attempts(run: Run, launcher: Launcher, listeners: Listeners) -> Any:
     began = time.monotonic()
     silent: tuple[str, ...] = ()
     for number in itertools.count():
@@ -97,7 +96,7 @@ def _run_attempts(run: Run, launcher: Launcher, listeners: Listeners) -> list[An
     message = f"Finished {launcher.training(attempt.num_ranks)} in {seconds}"
     run.notify(message, run.spec.settings.spelling.logger)
     _warn_about_separate_models(attempt)
-    return values
+    return values if run.spec.keep_all else values[0]
 
 
 def _announce_resumption(run: Run) -> None:

@@ -11,21 +11,21 @@ import contextlib
 import enum
 import time
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any
 
-from distributor.control.nodes import Nodes, Outcomes, RendezvousDecision, Way
-from distributor.control.run import Attempt, Handle, NodeEnded, NodesEnded, Resized
+from distributor.control.nodes import Nodes, Outcomes, RendezvousDecision
+from distributor.control.run import Attempt, Handle, NodeEnded, NodesEnded, Resized, RunEvent
 from distributor.control.sink import DriverSink
 from distributor.core.states import StateMachine, Table
 from distributor.core.text import counted, listed
 from distributor.core.versions import check_alike, pickling_software
 from distributor.errors import NodeLost, RunStalled, RunTimeout, StartTimeout
 from distributor.node.worker.stacks import append_stacks
-from distributor.policies import Deadlines, FailureGracePeriod, Stall, StallWatch
+from distributor.policies import Deadlines, FailureGracePeriod, StallWatch
 from distributor.screen.messages import notify, warn, warn_about_nodes
 from distributor.serialization.outcome import Outcome
 from distributor.wire import messages
-from distributor.wire.hub import HERE, LOST, Lost
+from distributor.wire.messages import HERE, LOST, Lost
 from distributor.wire.protocol import NODE_LEASE_SECONDS
 
 TICK = 0.05
@@ -42,53 +42,15 @@ UNLINKED_STACKS_SECONDS = 15.0
 class RunState(enum.Enum):
     """How far an attempt is, as the driver knows it."""
 
-    WAITING = "waiting"
-    """Nodes report one by one. It is not decided yet how they agree on a rendezvous."""
-    STARTING = "starting"
-    """The nodes agree on a rendezvous and start their ranks."""
-    UNLINKED = "unlinked"
-    """The nodes work without links to the driver, which knows only what the launcher reports."""
-    RUNNING = "running"
-    """The ranks of all nodes have started."""
-    STOPPING = "stopping"
-    """A rank failed, and the nodes stop the others."""
-    COLLECTING_STACKS = "collecting stacks"
-    """A deadline has passed. The nodes report the stacks of their ranks for the error."""
-    DRAINING = "draining"
-    """The nodes have ended. Messages that were sent before are still received."""
-    ABORTING = "aborting"
-    """The driver raises an error. The nodes stop their ranks, and are cancelled."""
-    ENDED = "ended"
-    """All messages have been received."""
-
-
-class RunEvent(enum.Enum):
-    """What changes the state of an attempt."""
-
-    ALL_NODES_UP = "all nodes up"
-    """All nodes have a link and have reported, so they agree on a rendezvous through the hub."""
-    NODES_UNLINKED = "nodes unlinked"
-    """Some nodes have no link, although the launcher has started them, or does not say so."""
-    RANKS_STARTED = "ranks started"
-    """Every node has reported that its ranks run."""
-    FAILURE_SETTLED = "failure settled"
-    """A rank failed, and the other ranks have had the time to report failures of their own."""
-    DEADLINE_PASSED = "deadline passed"
-    """``start_timeout``, ``timeout`` or ``stall_timeout`` has passed; ranks may have stacks."""
-    NODES_ENDED = "nodes ended"
-    """All nodes have ended, or one of them with an error."""
-    ERROR_RAISED = "error raised"
-    """A deadline passed, a node was lost, the run was cancelled or this process interrupted."""
-    DRAINED = "drained"
-    """All links are closed, or the time for it is over."""
-
-
-class Record(NamedTuple):
-    """An event or a decision, with its time on the controller's clock."""
-
-    time: float
-    node: int
-    what: object
+    WAITING = "nodes report one by one; how they agree on a rendezvous is not decided yet"
+    STARTING = "the nodes agree on a rendezvous, and start their ranks"
+    UNLINKED = "the nodes have no links; the driver knows only what the launcher reports"
+    RUNNING = "the ranks of all nodes have started"
+    STOPPING = "a rank failed, and the nodes stop the others"
+    COLLECTING_STACKS = "a deadline has passed; the nodes report the stacks of their ranks"
+    DRAINING = "the nodes have ended; messages that were sent before are still received"
+    ABORTING = "the driver raises an error; the nodes stop their ranks, and are cancelled"
+    ENDED = "all messages have been received"
 
 
 class Controller:
@@ -106,11 +68,6 @@ class Controller:
         When, by `clock`, the ranks of all nodes must have started.
     clock : callable
         Returns monotonic seconds.
-
-    Attributes
-    ----------
-    history : list of Record
-        The messages of nodes and launcher, without output and values, and the changes of state.
     """
 
     def __init__(
@@ -128,11 +85,11 @@ class Controller:
         self._sink = sink
         self._clock = clock
         self._machine = StateMachine(TRANSITIONS, RunState.WAITING, self)
-        self._nodes = Nodes(handle.num_nodes, handle.ranks_per_node)
+        self._nodes = Nodes(handle.num_nodes, attempt.num_ranks)
         self._rendezvous = RendezvousDecision(self._nodes, start_deadline)
         self._deadlines = Deadlines(start_deadline, settings.timeout)
         self._stalls = StallWatch(settings.stall_warning, settings.stall_timeout)
-        self._outcomes = Outcomes(handle.num_nodes * handle.ranks_per_node)
+        self._outcomes = Outcomes(attempt)
         self._grace_period = FailureGracePeriod(handle.num_nodes)
         self._stacks: dict[int, dict[int, str]] = {}
         self._ending: NodesEnded | None = None
@@ -140,7 +97,6 @@ class Controller:
         self._start_shown = False
         self._checkpoints = 0
         self._resizable_at = clock() + settings._resize_interval
-        self.history: list[Record] = []
 
     @property
     def state(self) -> RunState:
@@ -164,7 +120,7 @@ class Controller:
                 self._advance(is_idle)
             self._drain()
         except BaseException as error:
-            self._fire(RunEvent.ERROR_RAISED)
+            self._machine.fire(RunEvent.ERROR_RAISED)
             try:
                 if isinstance(error, Exception):
                     self._drain()  # the messages may have the reason
@@ -183,10 +139,8 @@ class Controller:
     def handle(self, node: int, message: Any) -> None:
         """Act on a message of a node; the node is `HERE` for those of this process.
 
-        One of an unknown type is noted and ignored, as a node does.
+        One of an unknown type is ignored, as a node does.
         """
-        if not isinstance(message, UNRECORDED):
-            self.history.append(Record(self._clock(), node, message))
         if handler := HANDLERS.get(type(message)):
             handler(self, node, message)
 
@@ -197,24 +151,22 @@ class Controller:
         self.handle(*event)
         return True
 
-    def _fire(self, event: RunEvent) -> bool:
-        if (self.state, event) not in TRANSITIONS:
-            return False
-        self.history.append(Record(self._clock(), HERE, (self.state, event)))
-        return self._machine.fire(event)
+    def _receive_while(self, is_wanted: Callable[[], object], seconds: float) -> None:
+        """Receive messages as long as something is wanted of them, for at most some seconds."""
+        deadline = self._clock() + seconds
+        while is_wanted() and self._clock() < deadline:
+            self._receive(TICK)
 
     def _drain(self) -> None:
         """Receive messages until all links are closed, for at most `DRAIN_SECONDS`."""
-        deadline = self._clock() + DRAIN_SECONDS
-        while self._nodes.linked and self._clock() < deadline:
-            self._receive(TICK)
+        self._receive_while(lambda: self._nodes.linked, DRAIN_SECONDS)
         while self._receive(0):
             pass
-        self._fire(RunEvent.DRAINED)
+        self._machine.fire(RunEvent.DRAINED)
 
     def _result(self, ending: NodesEnded) -> list[Outcome]:
         """Return the outcomes, and warn if no node has had a link."""
-        never_linked = not self._nodes.hosts and self._rendezvous.way is None
+        never_linked = not self._nodes.hosts and self._rendezvous.decision is None
         if ending.error is not None:
             try:
                 outcomes = self._outcomes.of(ending, self._nodes.first_lost)
@@ -252,7 +204,7 @@ class Controller:
         if self.state is RunState.RUNNING:
             self._check_size()
         if self._grace_period.is_over(now) or self._outcomes.all_failed:
-            self._fire(RunEvent.FAILURE_SETTLED)
+            self._machine.fire(RunEvent.FAILURE_SETTLED)
         if self._deadlines.is_stop_overdue(now):
             self._handle.cancel()  # the nodes then end with an error, beside the failures
         counts_preemptions = self._attempt.settings.max_preemption_failures is not None
@@ -260,21 +212,20 @@ class Controller:
             self._notify_leaving()
 
     def _decide_rendezvous(self, now: float) -> None:
-        way = self._rendezvous.decide(self._handle.starts, now)
-        if way is not None:
-            self._fire(EVENTS[way])
+        if decision := self._rendezvous.decide(self._handle.starts, now):
+            self._machine.fire(decision)
 
     def _check_deadlines(self, now: float) -> None:
         # A failure is raised once it has settled, even if other ranks never start.
         is_due = now > self._deadlines.start and not self._outcomes.failures
         late = self._rendezvous.late_nodes if is_due else set()
         passed = self._deadlines.passed(now, all_started=not late)
-        if passed is None or not self._fire(RunEvent.DEADLINE_PASSED):
+        if passed is None or not self._machine.fire(RunEvent.DEADLINE_PASSED):
             return
         if passed == "start":
             late_text = self._nodes.describe(late)
             stacks = self._await_stacks()
-            self._await_ending(REASON_SECONDS)
+            self._receive_while(lambda: self._ending is None, REASON_SECONDS)
             reported = self._ending.timed_out if self._ending else None
             if isinstance(reported, StartTimeout):
                 raise reported  # the node knows what has not started
@@ -300,38 +251,32 @@ class Controller:
         stall = self._stalls.check(self._nodes.working, now)
         if stall is None:
             return
-        if not (stall.ends_attempt and self._fire(RunEvent.DEADLINE_PASSED)):
+        if not (stall.ends_attempt and self._machine.fire(RunEvent.DEADLINE_PASSED)):
             self.handle(HERE, messages.StackRequest())
         stacks = self._await_stacks()
-        text = append_stacks(self._describe(stall), stacks)
+        setting = self._attempt.settings.spelling.of(stall.setting)
+        text = append_stacks(
+            f"No rank has printed, reported, or used its CPU or GPU for {stall.seconds:g} s "
+            f"({setting}).",
+            stacks,
+        )
         if stall.ends_attempt:
             raise RunStalled(text, stacks=stacks)
         warn(text)
-
-    def _describe(self, stall: Stall) -> str:
-        return (
-            f"No rank has printed, reported, or used its CPU or GPU for {stall.seconds:g} s "
-            f"({self._attempt.settings.spelling.of(stall.setting)})."
-        )
 
     def _await_stacks(self, await_end: bool = False) -> dict[int, str]:
         """Return the stacks of the ranks that are still at work, by rank."""
         asked = set(self._nodes.linked)
         await_end = await_end and bool(self._nodes.unreported)
-        seconds = UNLINKED_STACKS_SECONDS if await_end else STACKS_SECONDS
-        deadline = self._clock() + seconds
-        while self._clock() < deadline and (
-            (asked & self._nodes.linked) - self._stacks.keys()
-            or (await_end and self._ending is None)
-        ):
-            self._receive(TICK)
+        self._receive_while(
+            lambda: (
+                (asked & self._nodes.linked) - self._stacks.keys()
+                or (await_end and self._ending is None)
+            ),
+            UNLINKED_STACKS_SECONDS if await_end else STACKS_SECONDS,
+        )
         timed_out = self._ending.timed_out if self._ending else None
         return (timed_out.stacks if timed_out else {}) | self._stacks_by_rank()
-
-    def _await_ending(self, seconds: float) -> None:
-        deadline = self._clock() + seconds
-        while self._ending is None and self._clock() < deadline:
-            self._receive(TICK)
 
     def _stacks_by_rank(self) -> dict[int, str]:
         return {rank: text for stacks in self._stacks.values() for rank, text in stacks.items()}
@@ -380,8 +325,8 @@ class Controller:
     def _show_start(self) -> None:
         if not self._start_shown:
             self._start_shown = True
-            logger = self._attempt.settings.spelling.logger
-            self._attempt.run.notify(f"Started {self._handle.training}", logger)
+            run, logger = self._attempt.run, self._attempt.settings.spelling.logger
+            run.notify(f"Started {run.launcher.training(self._attempt.num_ranks)}", logger)
 
     def _warn_about_links(self) -> None:
         """Warn about the nodes that have no link to this process, if there are any."""
@@ -401,7 +346,7 @@ class Controller:
         prepares = bool(self._attempt.settings.environment)
         self._deadlines.start_unlinked_run(self._clock(), prepares=prepares)
         self._warn_about_links()
-        self._nodes = Nodes(self._nodes.count, self._handle.ranks_per_node)
+        self._nodes = Nodes(self._nodes.count, self._attempt.num_ranks)
         self._links.broadcast(messages.Unlink())
         starts = self._handle.starts
         if starts.have_started or starts.reports_unlinked:  # those that wait have started
@@ -417,7 +362,7 @@ class Controller:
 
     def _stop_nodes(self) -> None:
         """Ask the nodes to stop their ranks."""
-        self._nodes.stop()
+        self._nodes.stopping = True
         # A node without a link may have the cause: the launcher then reports why it was lost.
         in_vain = len(self._nodes.linked) < self._nodes.count and self._outcomes.has_cause
         self._deadlines.start_stop(self._clock(), in_vain=in_vain)
@@ -432,7 +377,7 @@ class Controller:
         assert self._ending is not None
         if self._ending.error is not None:
             # Spark kills the workers of the other tasks, but only after two seconds.
-            self._nodes.stop()
+            self._nodes.stopping = True
             self._links.broadcast(messages.Stop("a node has failed"))
 
     def _abort(self) -> None:
@@ -449,15 +394,12 @@ class Controller:
         if message is LOST:
             self._nodes.lose_link(node)
         else:
-            self._nodes.stop_responding(node)
-
-    def _on_wake(self, node: int, message: messages.Heartbeat) -> None:
-        pass
+            self._nodes.unresponsive.add(node)
 
     def _on_nodes_ended(self, node: int, message: NodesEnded) -> None:
         if self._ending is None:
             self._ending = message
-            self._fire(RunEvent.NODES_ENDED)
+            self._machine.fire(RunEvent.NODES_ENDED)
 
     def _on_node_ended(self, node: int, message: NodeEnded) -> None:
         self._ended.add(message.node)
@@ -475,7 +417,7 @@ class Controller:
         self._nodes.preparing[node] = message.host
 
     def _on_node_up(self, node: int, message: messages.NodeUp) -> None:
-        if self._rendezvous.way is Way.UNLINKED:  # it is late
+        if self._rendezvous.decision is RunEvent.NODES_UNLINKED:  # it is late
             self._links.send(node, messages.Unlink())
         else:
             self._nodes.come_up(node, message, self._clock())
@@ -488,7 +430,7 @@ class Controller:
         self._nodes.started.add(node)
         self._attempt.progress.start(self._nodes.ranks_of(node), self._nodes.hosts[node])
         if not self._rendezvous.late_nodes:
-            self._fire(RunEvent.RANKS_STARTED)
+            self._machine.fire(RunEvent.RANKS_STARTED)
             self._show_start()
 
     def _on_output(self, node: int, message: messages.Output) -> None:
@@ -510,7 +452,6 @@ class Controller:
 
     def _on_failed(self, node: int, message: messages.Failed) -> None:
         self._outcomes.failures.append(message.failure)
-        self._attempt.failures.append(message.failure)
         self._attempt.progress.end([message.failure.origin.rank], "failed")
         self._grace_period.note_failure(message.failure, self._clock())
 
@@ -537,7 +478,8 @@ class Controller:
         self._preempt({self._nodes.hosts[node]})
 
     def _on_node_done(self, node: int, message: messages.NodeDone) -> None:
-        self._nodes.finish(node)
+        self._nodes.done.add(node)
+        self._nodes.working.discard(node)
         self._attempt.progress.end(self._nodes.ranks_of(node), "finished")
         if self._nodes.all_done:
             self._links.broadcast(messages.Release())
@@ -547,7 +489,6 @@ HANDLERS: dict[type, Callable[[Controller, int, Any], None]] = {
     Lost: Controller._on_lost,
     NodesEnded: Controller._on_nodes_ended,
     NodeEnded: Controller._on_node_ended,
-    messages.Heartbeat: Controller._on_wake,
     messages.Preparing: Controller._on_preparing,
     messages.NodeUp: Controller._on_node_up,
     messages.Rendezvous: Controller._on_rendezvous,
@@ -565,12 +506,6 @@ HANDLERS: dict[type, Callable[[Controller, int, Any], None]] = {
     messages.NodeDone: Controller._on_node_done,
     messages.NodeFailed: Controller._on_node_failed,
 }
-UNRECORDED = (messages.Output, messages.ValuePart, messages.WholeValue, messages.Idle)
-
-EVENTS = {
-    Way.HUB: RunEvent.ALL_NODES_UP,
-    Way.UNLINKED: RunEvent.NODES_UNLINKED,
-}
 
 _BEFORE_ITS_END = (
     RunState.WAITING,
@@ -580,38 +515,42 @@ _BEFORE_ITS_END = (
     RunState.STOPPING,
 )
 _WITH_RANKS = _BEFORE_ITS_END[1:]
+_ALL_BUT_ITS_END = (*_BEFORE_ITS_END, RunState.COLLECTING_STACKS, RunState.DRAINING)
 
 TRANSITIONS: Table[RunState] = {
-    (RunState.WAITING, RunEvent.ALL_NODES_UP): (RunState.STARTING, Controller._send_rendezvous),
-    (RunState.WAITING, RunEvent.NODES_UNLINKED): (RunState.UNLINKED, Controller._follow_unlinked),
-    (RunState.STARTING, RunEvent.RANKS_STARTED): (RunState.RUNNING, Controller._start_clock),
-    (RunState.STOPPING, RunEvent.RANKS_STARTED): (
-        RunState.STOPPING,
-        Controller._start_late_clock,
-    ),
-    **{
-        (state, RunEvent.FAILURE_SETTLED): (RunState.STOPPING, Controller._stop_nodes)
-        for state in (RunState.STARTING, RunState.RUNNING)
-    },
-    **{
-        (state, RunEvent.DEADLINE_PASSED): (
+    (state, event): (next_state, action)
+    for event, states, next_state, action in (
+        (RunEvent.ALL_NODES_UP, [RunState.WAITING], RunState.STARTING, Controller._send_rendezvous),
+        (
+            RunEvent.NODES_UNLINKED,
+            [RunState.WAITING],
+            RunState.UNLINKED,
+            Controller._follow_unlinked,
+        ),
+        (RunEvent.RANKS_STARTED, [RunState.STARTING], RunState.RUNNING, Controller._start_clock),
+        (
+            RunEvent.RANKS_STARTED,
+            [RunState.STOPPING],
+            RunState.STOPPING,
+            Controller._start_late_clock,
+        ),
+        (
+            RunEvent.FAILURE_SETTLED,
+            [RunState.STARTING, RunState.RUNNING],
+            RunState.STOPPING,
+            Controller._stop_nodes,
+        ),
+        (
+            RunEvent.DEADLINE_PASSED,
+            _WITH_RANKS,
             RunState.COLLECTING_STACKS,
             Controller._request_stacks,
-        )
-        for state in _WITH_RANKS
-    },
-    **{
-        (state, RunEvent.NODES_ENDED): (RunState.DRAINING, Controller._stop_survivors)
-        for state in _BEFORE_ITS_END
-    },
-    **{
-        (state, RunEvent.ERROR_RAISED): (RunState.ABORTING, Controller._abort)
-        for state in (*_BEFORE_ITS_END, RunState.COLLECTING_STACKS, RunState.DRAINING)
-    },
-    **{
-        (state, RunEvent.DRAINED): (RunState.ENDED, Controller._end)
-        for state in (RunState.DRAINING, RunState.ABORTING)
-    },
+        ),
+        (RunEvent.NODES_ENDED, _BEFORE_ITS_END, RunState.DRAINING, Controller._stop_survivors),
+        (RunEvent.ERROR_RAISED, _ALL_BUT_ITS_END, RunState.ABORTING, Controller._abort),
+        (RunEvent.DRAINED, [RunState.DRAINING, RunState.ABORTING], RunState.ENDED, Controller._end),
+    )
+    for state in states
 }
 """The next state, and what the controller does, for each event that a state allows.
 

@@ -8,10 +8,10 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distributor._compat.cpython import before_thread_pools_end
+from distributor.control.attempts import execute
 from distributor.control.run import Run
 from distributor.core.cell_errors import ends_at_caller
 from distributor.core.text import counted, table_of
@@ -25,13 +25,13 @@ CANCEL_TIMEOUT = 60.0
 """Seconds that `RunFuture.cancel` waits until the run has ended."""
 
 
-def start_run(call: Callable[[], T], run: Run) -> RunFuture[T]:
-    """Start a run in the background: `call` it, on a thread of its launcher.
+def start_run(run: Run) -> RunFuture[Any]:
+    """Start a run in the background, on a thread of its launcher.
 
     The exit of the interpreter waits for the run, except for that of a notebook's kernel, which is
     shut down to end what runs in it.
     """
-    future = RunFuture(call, run)
+    future: RunFuture[Any] = RunFuture(run)
     if kind("stdout") != "notebook":
         _wait_at_exit()
         _open_runs.add(future)
@@ -49,8 +49,6 @@ class RunFuture(concurrent.futures.Future[T]):
 
     Parameters
     ----------
-    call : callable
-        Runs the job and returns its value.
     run : Run
         The job's run.
 
@@ -60,9 +58,8 @@ class RunFuture(concurrent.futures.Future[T]):
     >>> future.result(timeout=3600)  # doctest: +SKIP
     """
 
-    def __init__(self, call: Callable[[], T], run: Run) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
-        self._call = call
         self._run = run
         self._name = run.spec.program.name
         self._ended = threading.Event()
@@ -169,7 +166,7 @@ class RunFuture(concurrent.futures.Future[T]):
     def _follow(self) -> None:
         """Run, and record the result. Called once, on a thread of its own."""
         try:
-            value = self._call()
+            value = execute(self._run)
         except RunCancelled:
             super().cancel()
             self.set_running_or_notify_cancel()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from distributor.control.polling import Reminder
-from distributor.control.run import NodesEnded, NodeStarts
+from distributor.control.run import Attempt, NodesEnded, NodeStarts, RunEvent
+from distributor.control.waiting import Reminder
 from distributor.core.resources import free_memory
 from distributor.core.text import listed
 from distributor.core.versions import Software
@@ -37,18 +36,21 @@ class Nodes:
         The hosts of all nodes that have been up, by node. It also has those that ended since.
     first_up_at : float
         When the first node was up; 0 before.
-    linked, started, working, done : set of int
+    linked, started, working, done, unresponsive : set of int
         The nodes that are up and have a link, whose ranks started, that have been up and whose
-        ranks have not all ended, and whose ranks have ended.
+        ranks have not all ended, whose ranks have ended, and that have not answered for as long as
+        their lease.
+    stopping : bool
+        Whether the nodes were asked to stop, so that they close their links.
     software : dict of str to Software
         The versions of each node, by its description.
     warnings : dict of str to list of NodeWarning
         What the user should know about the nodes, by host.
     """
 
-    def __init__(self, count: int, ranks_per_node: int) -> None:
+    def __init__(self, count: int, num_ranks: int) -> None:
         self.count = count
-        self._ranks_per_node = ranks_per_node
+        self._ranks_per_node = num_ranks // count
         self.preparing: dict[int, str] = {}
         self.hosts: dict[int, str] = {}
         self.first_up_at = 0.0
@@ -58,9 +60,9 @@ class Nodes:
         self.done: set[int] = set()
         self.software: dict[str, Software] = {}
         self.warnings: dict[str, list[NodeWarning]] = {}
-        self._unresponsive: set[int] = set()
+        self.unresponsive: set[int] = set()
+        self.stopping = False
         self._first_lost: int | None = None
-        self._stopping = False
 
     def come_up(self, node: int, message: NodeUp, now: float) -> None:
         """Note that a node is ready to start its ranks."""
@@ -72,24 +74,11 @@ class Nodes:
         self.linked.add(node)
         self.working.add(node)
 
-    def finish(self, node: int) -> None:
-        """Note that a node's ranks have ended."""
-        self.done.add(node)
-        self.working.discard(node)
-
-    def stop(self) -> None:
-        """Note that the nodes were asked to stop, so that they close their links."""
-        self._stopping = True
-
     def lose_link(self, node: int) -> None:
         self.linked.discard(node)
         self.preparing.pop(node, None)
-        if self._first_lost is None and not self._stopping and node in self.working:
+        if self._first_lost is None and not self.stopping and node in self.working:
             self._first_lost = node
-
-    def stop_responding(self, node: int) -> None:
-        """Note that a node has not answered for as long as its lease."""
-        self._unresponsive.add(node)
 
     @property
     def all_up(self) -> bool:
@@ -104,7 +93,7 @@ class Nodes:
     @property
     def lost(self) -> set[int]:
         """The nodes that stopped responding before their ranks ended."""
-        return self._unresponsive & self.working
+        return self.unresponsive & self.working
 
     @property
     def first_lost(self) -> str:
@@ -156,14 +145,6 @@ that does not report barriers, as through Connect; also from the first node that
 """
 
 
-class Way(enum.Enum):
-    """How nodes agree on a rendezvous."""
-
-    HUB = enum.auto()
-    UNLINKED = enum.auto()
-    """Some nodes have no link, so all go on without one."""
-
-
 class RendezvousDecision:
     """Decides, once, how the nodes of an attempt agree on the address of rank 0's store.
 
@@ -178,8 +159,9 @@ class RendezvousDecision:
     ----------
     address : Rendezvous or None
         The address of rank 0's store, once its node has reported it.
-    way : Way or None
-        What was decided.
+    decision : RunEvent or None
+        `ALL_NODES_UP` if they agree through the hub; `NODES_UNLINKED` if some nodes have no link,
+        so all go on without one.
     """
 
     def __init__(self, nodes: Nodes, deadline: float) -> None:
@@ -187,29 +169,29 @@ class RendezvousDecision:
         self._deadline = deadline
         self._reminder: Reminder | None = None
         self.address: Rendezvous | None = None
-        self.way: Way | None = None
+        self.decision: RunEvent | None = None
 
-    def decide(self, starts: NodeStarts, now: float) -> Way | None:
+    def decide(self, starts: NodeStarts, now: float) -> RunEvent | None:
         """Return what was decided, or None as long as it is too early."""
-        self.way = self._decide(starts, now)
-        return self.way
+        self.decision = self._decide(starts, now)
+        return self.decision
 
     @property
     def late_nodes(self) -> set[int]:
         """The nodes that can report that their ranks have started, and have not."""
-        expected = () if self.way is Way.UNLINKED else range(self._nodes.count)
+        expected = () if self.decision is RunEvent.NODES_UNLINKED else range(self._nodes.count)
         return set(expected) - self._nodes.started
 
-    def _decide(self, starts: NodeStarts, now: float) -> Way | None:
+    def _decide(self, starts: NodeStarts, now: float) -> RunEvent | None:
         self._remind()
         nodes = self._nodes
         if self.address and len(nodes.linked) == nodes.count:
-            return Way.HUB
+            return RunEvent.ALL_NODES_UP
         starts.poll()
         if not nodes.preparing and not nodes.hosts:
             return self._await_starts(starts, now)
         if not nodes.preparing and self._is_node_missing(starts, now):
-            return Way.UNLINKED
+            return RunEvent.NODES_UNLINKED
         if now > self._deadline:
             raise StartTimeout(f"After start_timeout, {self._missing()}.")
         return None
@@ -229,13 +211,13 @@ class RendezvousDecision:
             return starts.all_unlinked or 0 < others <= starts.num_unlinked
         return now > self._nodes.first_up_at + LINK_SECONDS
 
-    def _await_starts(self, starts: NodeStarts, now: float) -> Way | None:
+    def _await_starts(self, starts: NodeStarts, now: float) -> RunEvent | None:
         """Find out from the launcher whether nodes that have not reported run at all."""
         expired = now > self._deadline
         # If it does not say whether they have started, they may run, and their work be lost.
         late = starts.all_started_for(LINK_SECONDS) or (expired and starts.are_unknown)
         if starts.all_unlinked or (late and not starts.reports_unlinked):
-            return Way.UNLINKED
+            return RunEvent.NODES_UNLINKED
         if expired and (starts.are_pending or starts.reports_unlinked):
             raise StartTimeout(f"After start_timeout, {starts.shortfall()}")
         starts.show_shortfall()
@@ -266,14 +248,14 @@ class Outcomes:
     Attributes
     ----------
     failures : list of Failure
-        The failures that nodes reported, in the order in which they were received.
+        The failures of the attempt, which nodes reported, in the order of their receipt.
     values : dict of int to Value
         The complete values that came over links, by rank.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self.failures: list[Failure] = []
+    def __init__(self, attempt: Attempt) -> None:
+        self._num_ranks = attempt.num_ranks
+        self.failures = attempt.failures
         self.values: dict[int, Value] = {}
         self._transfers: dict[int, _Transfer] = {}
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import math
+import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
-from distributor.control.graceful_shutdown import Cancellation, GracefulShutdown
-from distributor.control.stack_requests import StackRequests
+from distributor.control.waiting import Cancellation, GracefulShutdown
 from distributor.core.addresses import port_range
 from distributor.core.text import counted
+from distributor.core.threads import MessageQueue
 from distributor.errors import DistributorError, RunTimeout, StartTimeout
 from distributor.node.process.specs import NodeShare
 from distributor.policies import FailedAttempts, activity_interval, is_preemption, limit_reached
@@ -20,11 +25,79 @@ from distributor.run_spec import RunSpec, Settings
 from distributor.screen.messages import LOGGER, RunLabel, notify
 from distributor.screen.run_block import RunBlock, RunProgress
 from distributor.serialization.outcome import Failure, Value, cause_first
-from distributor.settings.fields import rank_settings
-from distributor.settings.listener import Listener
+from distributor.settings import Listener, rank_settings
 from distributor.spark.spark_job import CallSite
 from distributor.wire.messages import Output
 from distributor.wire.node_link import Links
+
+ANSWER_TIMEOUT = 10.0
+"""Seconds for the nodes of a run to answer."""
+
+_lock = threading.Lock()
+_active: dict[str, StackRequests] = {}
+
+
+class StackRequests:
+    """Requests for the stacks of one attempt's ranks. Its controller sets ``send``, and answers."""
+
+    def __init__(self) -> None:
+        self.send: Callable[[], object] | None = None
+        self._waiting: queue.SimpleQueue[MessageQueue[dict[int, str]]] = queue.SimpleQueue()
+
+    def stacks(self) -> dict[int, str]:
+        """Send a request and wait for the answer; empty if the run has not begun, or ends."""
+        if self.send is None:
+            return {}
+        answer: MessageQueue[dict[int, str]] = MessageQueue()
+        self._waiting.put(answer)
+        self.send()
+        try:
+            return answer.get(timeout=ANSWER_TIMEOUT)
+        except queue.Empty:
+            return {}
+
+    def answer(self, stacks: dict[int, str]) -> None:
+        """Answer all waiting requests."""
+        while not self._waiting.empty():  # only its controller takes from it
+            self._waiting.get().put(stacks)
+
+
+@contextlib.contextmanager
+def register_run(run_id: str, requests: StackRequests) -> Iterator[None]:
+    """Make an attempt available to `stacks` while it is active."""
+    with _lock:
+        _active[run_id] = requests
+    try:
+        yield
+    finally:
+        with _lock:
+            del _active[run_id]
+
+
+def stacks() -> dict[str, dict[int, str]]:
+    """Return the Python stacks of the ranks of this process's active runs, which continue.
+
+    Must be called from another thread than the one that waits for the run, for example while
+    a run of `TorchDistributor.submit` is active. ``distributor run`` prints the same on
+    Ctrl-Backslash. Ranks that are stuck in C code are included, because ``faulthandler`` dumps
+    the stacks: https://docs.python.org/3/library/faulthandler.html.
+
+    Returns
+    -------
+    dict of str to dict of int to str
+        For each active run, by its id: the stacks of its running ranks, by rank, the most recent
+        call first. Ranks that have not started, and those of a node that is not connected to this
+        process, are missing.
+
+    Examples
+    --------
+    >>> future = TorchDistributor(2).submit(train)  # doctest: +SKIP
+    >>> for run_id, stack_by_rank in distributor.stacks().items():
+    ...     print(run_id, *stack_by_rank.values())  # doctest: +SKIP
+    """
+    with _lock:
+        active = dict(_active)
+    return {run_id: requests.stacks() for run_id, requests in active.items()}
 
 
 class Datasets(Protocol):
@@ -163,12 +236,10 @@ class Attempt:
 
     def announce(self) -> None:
         """Show the first message of the attempt: run id, program and log folder."""
-        notify(self._heading())
-
-    def _heading(self) -> str:
         suffix = f", attempt {self.number}" if self.number else ""
         logs = f"; logs in {self.spec.logs}" if self.spec.logs else ""
-        return f"Run {self.spec.run_id} of {self.run.label.name}{suffix}{logs}"
+        message = f"Run {self.spec.run_id} of {self.run.label.name}{suffix}{logs}"
+        notify(message)
 
     @property
     def may_be_followed(self) -> bool:
@@ -182,15 +253,15 @@ class Attempt:
         return not (is_last or self.run.graceful_shutdown.sigterm_received)
 
 
-def share_of(attempt: Attempt, num_nodes: int, ranks_per_node: int, secret: bytes) -> NodeShare:
+def share_of(attempt: Attempt, num_nodes: int, secret: bytes) -> NodeShare:
     """Return what all nodes of an attempt have; launchers and nodes fill in the rest.
 
     Parameters
     ----------
     attempt : Attempt
         The attempt.
-    num_nodes, ranks_per_node : int
-        How many nodes there are, and how many ranks on each.
+    num_nodes : int
+        How many nodes there are, each with as many ranks.
     secret : bytes
         Authenticates what the ranks exchange.
     """
@@ -200,7 +271,7 @@ def share_of(attempt: Attempt, num_nodes: int, ranks_per_node: int, secret: byte
         attempt=attempt.number,
         program_name=spec.program.name,
         num_nodes=num_nodes,
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=attempt.num_ranks // num_nodes,
         keep_all=spec.keep_all,
         env=dict(spec.env),
         secret=secret,
@@ -275,45 +346,57 @@ class Launcher:
 class NodeStarts:
     """What a launcher knows of nodes that have not reported: here, that all of them will.
 
-    A launcher whose nodes can also do without a link has a subclass.
+    A launcher whose nodes can also do without a link has a subclass, which asks the cluster.
+    """
+
+    was_polled = False
+    """Whether the cluster was asked."""
+    begun: bool | None = True
+    """Whether it has started all nodes; None if it does not know."""
+    began_at = -math.inf
+    """When they were known to have started, by ``time.monotonic``."""
+    arrivals: tuple[int, int] | None = (0, 0)
+    """How many nodes have failed to connect and wait for the others, and how often all have come.
+
+    None if the launcher does not notice such nodes.
     """
 
     @property
     def are_unknown(self) -> bool:
         """Whether the launcher was asked, and does not know whether the nodes have started."""
-        return False
+        return self.was_polled and self.begun is None
 
     @property
     def are_pending(self) -> bool:
         """Whether it has not started them."""
-        return False
+        return self.begun is False
 
     @property
     def have_started(self) -> bool:
         """Whether it has started all of them."""
-        return True
+        return self.began_at < math.inf
 
     @property
     def reports_unlinked(self) -> bool:
         """Whether it notices nodes that have failed to connect."""
-        return True
+        return self.arrivals is not None
 
     @property
     def num_unlinked(self) -> int:
         """How many nodes have failed to connect, as long as they wait for the others."""
-        return 0
+        return self.arrivals[0] if self.arrivals else 0
 
     @property
     def all_unlinked(self) -> bool:
         """Whether all nodes have failed to connect."""
-        return False
+        return self.arrivals is not None and self.arrivals[1] > 0
 
     def poll(self) -> None:
         """Ask the cluster, at most once a second."""
 
     def all_started_for(self, seconds: float) -> bool:
         """Return whether all nodes were started at least so many seconds ago."""
-        return True
+        return time.monotonic() >= self.began_at + seconds
 
     def show_shortfall(self) -> None:
         """Show, at intervals, that nothing was received from the nodes."""
@@ -341,10 +424,8 @@ class Handle:
     ----------
     links : Links
         The driver's end of the nodes' links.
-    num_nodes, ranks_per_node : int
-        The number of nodes, and of ranks on each.
-    training : str
-        How messages name a run of this size.
+    num_nodes : int
+        The number of nodes, each with as many ranks.
     cancel : callable
         Ends all nodes. Called if an error is raised, or nodes do not stop, before they have ended.
     starts : NodeStarts
@@ -359,13 +440,24 @@ class Handle:
 
     links: Links
     num_nodes: int
-    ranks_per_node: int
-    training: str
     cancel: Callable[[], object] = lambda: None
     starts: NodeStarts = field(default_factory=NodeStarts)
     leaving: Callable[[Collection[str]], NodesLeaving | None] = lambda hosts: None
     further_ranks: Callable[[], int] = lambda: 0
     describe_unlinked: Callable[[str], str] = lambda nodes: f"{nodes} did not reach this process."
+
+
+class RunEvent(enum.Enum):
+    """What changes the state of an attempt."""
+
+    ALL_NODES_UP = "all nodes have a link and have reported, and rank 0's store has an address"
+    NODES_UNLINKED = "nodes have no link, although the launcher has started them, or may have"
+    RANKS_STARTED = "every node has reported that its ranks run"
+    FAILURE_SETTLED = "a rank failed, and others have had the time to report failures of their own"
+    DEADLINE_PASSED = "start_timeout, timeout or stall_timeout has passed; ranks may have stacks"
+    NODES_ENDED = "all nodes have ended, or one of them with an error"
+    ERROR_RAISED = "a deadline passed, a node was lost, or the run was cancelled or interrupted"
+    DRAINED = "all links are closed, or the time for it is over"
 
 
 def _same(error: BaseException, first_lost: str) -> Exception:

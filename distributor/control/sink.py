@@ -13,10 +13,9 @@ from distributor.core.text import counted
 from distributor.errors import RunCancelled
 from distributor.node.agent.output import LogFiles
 from distributor.rank.messages import Reader, Record, Reported, Trained
-from distributor.run_spec import Settings
 from distributor.screen.console import Console
 from distributor.screen.messages import notify, warn
-from distributor.settings.listener import Listener
+from distributor.settings import Listener
 from distributor.wire.messages import Source, Stream
 
 MAX_WAITING = 64 * 2**20
@@ -145,8 +144,9 @@ class DriverSink:
     def __init__(self, attempt: Attempt, listeners: Listeners) -> None:
         run, settings, progress = attempt.run, attempt.settings, attempt.progress
         self._attempt = attempt
+        shown = settings.show_output
         self._console = Console(
-            lambda rank: _is_shown(settings, rank),
+            lambda rank: shown == "all" if isinstance(shown, str) else rank in shown,
             prefix=lambda rank: run.label.prefix(rank, attempt.num_ranks),
             status=lambda: progress.line(run.label.name),
             has_progress=lambda: progress.is_reported,
@@ -219,10 +219,3 @@ class DriverSink:
         self._console.tick()
         self._attempt.run.block.tick()
         self._listeners.check()
-
-
-def _is_shown(settings: Settings, rank: int) -> bool:
-    """Return whether a rank's output is shown."""
-    if isinstance(settings.show_output, str):
-        return settings.show_output == "all"
-    return rank in settings.show_output

@@ -1,4 +1,7 @@
-"""Files and folders that appear complete or not at all, or that other users cannot touch."""
+"""Files and folders that appear complete or not at all, or that other users cannot touch.
+
+Among the latter are the scratch folders of ranks, which are removed even if the rank is killed.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
+
+from distributor._compat.cpython import set_multiprocessing_folder
 
 _FILE = re.compile(r"file:(?://(?:localhost)?)?(/(?!/).*)", re.IGNORECASE | re.DOTALL)
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):(/*)(.*)", re.IGNORECASE | re.DOTALL)
@@ -144,24 +150,25 @@ def private_folder(path: Path) -> Path:
     """Create a folder for this user alone, or use one that this user has created."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    if not is_private_folder(path):
+    found = path.lstat()  # a link may lead to a folder of another user
+    others_may_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or others_may_write:
         raise PermissionError(f"'{path}' is not a folder that only this user can write to")
     return path
-
-
-def is_private_folder(path: Path) -> bool:
-    """Return whether a path is a folder of this user, no link, that no others may write to."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    others_may_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not others_may_write
 
 
 def for_this_user(path: str, flags: int) -> int:
     """Open a file that only this user can read, if it is created: an ``opener`` for `open`."""
     return os.open(path, flags, 0o600)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Take an exclusive lock on a file; return False if another process holds the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def lock_exclusively(descriptor: int, seconds: float, late: str) -> None:
@@ -171,11 +178,46 @@ def lock_exclusively(descriptor: int, seconds: float, late: str) -> None:
     """
     deadline = time.monotonic() + seconds
     pause, longest = LOCK_POLL_SECONDS
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+    while not try_lock(descriptor):
         if time.monotonic() > deadline:
             raise TimeoutError(late)
         time.sleep(pause)
         pause = min(pause * 1.5, longest)
+
+
+ELSEWHERE = "elsewhere"  # a link in the scratch folder to a second folder
+
+
+def new_scratch_path() -> str:
+    """Return a new path, as short as multiprocessing's own: socket paths have a length limit."""
+    return os.path.join(tempfile.gettempdir(), f"pymp-{secrets.token_hex(4)}")
+
+
+def create_scratch(folder: str) -> None:
+    """Create the folder, and have this process and its children put their sockets there."""
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        raise  # another user has created it, who could read the path on a command line
+    except OSError:
+        return  # multiprocessing then makes its own when it needs one, and reports if it cannot
+    set_multiprocessing_folder(folder)
+
+
+def create_elsewhere(scratch: str, parent: str) -> str:
+    """Create a folder elsewhere that is removed together with a scratch folder, at most one."""
+    folder = os.path.join(parent, os.path.basename(scratch))
+    os.symlink(folder, os.path.join(scratch, ELSEWHERE))
+    os.makedirs(parent, exist_ok=True)
+    os.mkdir(folder, 0o700)
+    return folder
+
+
+def remove_scratch(folder: str) -> None:
+    """Remove the folder, and the one elsewhere; another process may do so at the same time."""
+    with contextlib.suppress(OSError):
+        elsewhere = os.readlink(os.path.join(folder, ELSEWHERE))
+        # The rank's program can write here too, and must not choose what is removed.
+        if os.path.basename(elsewhere) == os.path.basename(folder):
+            shutil.rmtree(elsewhere, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -8,16 +8,14 @@ from __future__ import annotations
 import contextlib
 import enum
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from distributor.core.text import counted
 from distributor.serverless_errors import GPUTypeError
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
+AnswerT = TypeVar("AnswerT")
 
 MAX_CPUS = 4096  # of a machine
 _ACCELERATOR = re.compile(r"(?:GPU_)?(\d+)x(\w+)", re.IGNORECASE)
@@ -38,15 +36,14 @@ class _Named(str, enum.Enum):
         return [each.value for each in cls]
 
     @classmethod
-    def _missing_(cls, value: object) -> Self:
+    def _missing_(cls, value: object) -> Any:
         name = str(value).upper()
         for each in cls:
-            if name in (each.value.upper(), *cls._other_names(each)):
+            if name in (each.value.upper(), *each._other_names()):
                 return each
         raise GPUTypeError(f"{value!r} is not a {cls.__name__}: choose one of {', '.join(cls)}.")
 
-    @classmethod
-    def _other_names(cls, member: Self) -> tuple[str, ...]:
+    def _other_names(self) -> tuple[str, ...]:
         return ()
 
 
@@ -75,9 +72,8 @@ class GPUType(_Named):
         """Return all names in lower case."""
         return [each.lower() for each in cls.values()]
 
-    @classmethod
-    def _other_names(cls, member: GPUType) -> tuple[str, ...]:
-        return {cls.A10: ("A10G",), cls.H100: ("H100_80GB",)}.get(member, ())
+    def _other_names(self) -> tuple[str, ...]:
+        return {GPUType.A10: ("A10G",), GPUType.H100: ("H100_80GB",)}.get(self, ())
 
 
 class AcceleratorType(_Named):
@@ -150,30 +146,38 @@ class DriverVersion(NamedTuple):
 
 def driver_version() -> DriverVersion | None:
     """Return the version of the NVIDIA driver; None under the conditions of `gpu_names`."""
-    with _nvml() as nvml:
-        if nvml is None:
-            return None
-        try:
-            cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
-            return DriverVersion(
-                str(nvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}"
-            )
-        except nvml.NVMLError:
-            return None
+
+    def version(nvml: Any) -> DriverVersion | None:
+        cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
+        driver = str(nvml.nvmlSystemGetDriverVersion())
+        return DriverVersion(driver, f"{cuda // 1000}.{cuda % 1000 // 10}")
+
+    return _ask_nvml(version, None)
 
 
 def gpu_names() -> list[str]:
     """Return the product names of this machine's GPUs; none without a driver or nvidia-ml-py."""
-    with _nvml() as nvml:
-        return [] if nvml is None else [_name_of(nvml, index) for index in range(_count(nvml))]
+
+    def names(nvml: Any) -> list[str]:
+        return [_name_of(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+
+    return _ask_nvml(names, [])
 
 
 def gpu_usage() -> list[GPUUsage]:
     """Return the usage of each GPU of this machine that answers, empty as in `gpu_names`."""
-    with _nvml() as nvml:
-        if nvml is None:
-            return []
-        return [usage for index in range(_count(nvml)) if (usage := _usage_of(nvml, index))]
+
+    def usages(nvml: Any) -> list[GPUUsage]:
+        found = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(nvml.NVMLError):
+                device = nvml.nvmlDeviceGetHandleByIndex(index)
+                memory = nvml.nvmlDeviceGetMemoryInfo(device)
+                utilization = nvml.nvmlDeviceGetUtilizationRates(device).gpu
+                found.append(GPUUsage(utilization, memory.used, memory.total))
+        return found
+
+    return _ask_nvml(usages, [])
 
 
 def cpus_near(gpu: str) -> set[int]:
@@ -184,19 +188,17 @@ def cpus_near(gpu: str) -> set[int]:
     gpu : str
         An entry of ``CUDA_VISIBLE_DEVICES``.
     """
-    with _nvml() as nvml:
-        if nvml is None:
-            return set()
-        try:
-            device = (
-                nvml.nvmlDeviceGetHandleByIndex(int(gpu))
-                if gpu.isdecimal()
-                else nvml.nvmlDeviceGetHandleByUUID(gpu)
-            )
-            mask = nvml.nvmlDeviceGetCpuAffinity(device, MAX_CPUS // 64)
-        except nvml.NVMLError:
-            return set()
-    return {cpu for cpu in range(MAX_CPUS) if mask[cpu // 64] >> cpu % 64 & 1}
+
+    def cpus(nvml: Any) -> set[int]:
+        device = (
+            nvml.nvmlDeviceGetHandleByIndex(int(gpu))
+            if gpu.isdecimal()
+            else nvml.nvmlDeviceGetHandleByUUID(gpu)
+        )
+        mask = nvml.nvmlDeviceGetCpuAffinity(device, MAX_CPUS // 64)
+        return {cpu for cpu in range(MAX_CPUS) if mask[cpu // 64] >> cpu % 64 & 1}
+
+    return _ask_nvml(cpus, set())
 
 
 def describe(names: Sequence[str]) -> str:
@@ -229,49 +231,27 @@ def has_nvml() -> bool:
     return find_spec("pynvml") is not None
 
 
-@contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
-    """Initialize NVML; None without its Python package or the driver's library."""
+def _ask_nvml(question: Callable[[Any], AnswerT], default: AnswerT) -> AnswerT:
+    """Return NVML's answer; the default without its package or a driver, or if a call fails."""
     try:
         import pynvml
-
-        pynvml.nvmlInit()
     except ImportError:
-        yield None
-        return
+        return default
+    try:
+        pynvml.nvmlInit()
+        try:
+            return question(pynvml)
+        finally:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
     except pynvml.NVMLError:
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-
-
-def _count(nvml: Any) -> int:
-    try:
-        return int(nvml.nvmlDeviceGetCount())
-    except nvml.NVMLError:
-        return 0
-
-
-def _usage_of(nvml: Any, index: int) -> GPUUsage | None:
-    try:
-        device = nvml.nvmlDeviceGetHandleByIndex(index)
-        memory = nvml.nvmlDeviceGetMemoryInfo(device)
-        utilization = nvml.nvmlDeviceGetUtilizationRates(device).gpu
-    except nvml.NVMLError:
-        return None
-    return GPUUsage(utilization, memory.used, memory.total)
+        return default
 
 
 def _name_of(nvml: Any, index: int) -> str:
-    try:
+    name = "a GPU that does not answer"
+    with contextlib.suppress(nvml.NVMLError):
         device = nvml.nvmlDeviceGetHandleByIndex(index)
-    except nvml.NVMLError:
-        return "a GPU that does not answer"
-    try:
-        return str(nvml.nvmlDeviceGetName(device))
-    except nvml.NVMLError:
-        return "a GPU without a name"
+        name = "a GPU without a name"
+        name = str(nvml.nvmlDeviceGetName(device))
+    return name

@@ -18,6 +18,7 @@ from typing import Any
 
 # The names of a main module, the second in processes that ``multiprocessing`` has started.
 MAIN_MODULES = ("__main__", "__mp_main__")
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # of installations
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def is_installed(path: str) -> bool:
 
 @functools.lru_cache(maxsize=65536)
 def _is_installed(path: str, spark_home: str) -> bool:
-    if {"site-packages", "dist-packages"}.intersection(path.split(os.sep)):
+    if not set(PACKAGE_FOLDERS).isdisjoint(path.split(os.sep)):
         return True
     bases = (*_installations(), os.path.abspath(spark_home)) if spark_home else _installations()
     return any(path == base or path.startswith(base + os.sep) for base in bases)

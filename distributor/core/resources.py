@@ -15,16 +15,11 @@ PROC = Path("/proc")
 SHARED_MEMORY = "/dev/shm"
 CGROUPS = "/sys/fs/cgroup"
 OWN_GROUPS = "/proc/self/cgroup"
-# Of both versions of cgroups: the controller's name, its folder, the files with the bound and the
-# use of a group's memory, and in its statistics, the files that the kernel can drop from memory.
+# Of both versions of cgroups: the name of the controller and its folder, the files with the bound
+# and the use of a group's memory, and in its statistics, the files that the kernel can drop.
 _VERSIONS = (
-    ("", "", ("memory.max", "memory.current"), "inactive_file"),
-    (
-        "memory",
-        "memory",
-        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        "total_inactive_file",
-    ),
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 IN_YARN = "CONTAINER_ID"  # a variable of all processes in a container of YARN
 NO_BOUND = 2**60  # bytes that version 1 has as the bound of a group without one, at least
@@ -100,16 +95,16 @@ def memory_info() -> dict[str, int]:
 def container_memory() -> ContainerMemory | None:
     """Return what the tightest bound of this process's cgroup and those above it leaves, if any."""
     bounds = (
-        _bound_of(folder, files, cached)
-        for controller, base, files, cached in _VERSIONS
-        for folder in _groups(controller, Path(CGROUPS, base))
+        _bound_of(folder, *names)
+        for controller, *names in _VERSIONS
+        for folder in _groups(controller)
     )
     return min(filter(None, bounds), default=None)
 
 
-def _groups(controller: str, base: Path) -> Iterator[Path]:
-    """List the folders of this process's group and those above it, up to the base."""
-    own = base
+def _groups(controller: str) -> Iterator[Path]:
+    """List the folders of this process's group and those above it, up to the controller's."""
+    own = base = Path(CGROUPS, controller)
     with contextlib.suppress(OSError):
         for line in Path(OWN_GROUPS).read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -119,9 +114,9 @@ def _groups(controller: str, base: Path) -> Iterator[Path]:
     yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base))
 
 
-def _bound_of(folder: Path, files: tuple[str, str], cached: str) -> ContainerMemory | None:
+def _bound_of(folder: Path, bound: str, use: str, cached: str) -> ContainerMemory | None:
     try:
-        most, used = (int((folder / file).read_text()) for file in files)
+        most, used = (int((folder / file).read_text()) for file in (bound, use))
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         free = most - used + int(stat.get(cached, 0))
     except (OSError, ValueError):

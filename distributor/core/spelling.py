@@ -52,8 +52,7 @@ class Spelling:
         try:
             yield
         except Exception as error:
-            if error.args:
-                error.args = (self.respelled(error.args[0]), *error.args[1:])
+            error.args = tuple(map(self.respelled, error.args))
             if (own := self.own(error)) is not error:
                 raise own from own.__cause__
             raise
@@ -124,32 +123,29 @@ _SYNONYMS = (
 )
 
 
-def unknown_argument(function: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown argument, with the known one that was likely meant."""
-    return f"{function} got an unexpected keyword argument {name!r}. {suggestion(name, known)}"
-
-
 def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Answer an unknown argument with the known one that was likely meant."""
     for name in given:
         if name not in known:
-            raise TypeError(unknown_argument(function, name, known))
+            unknown = f"{function} got an unexpected keyword argument {name!r}."
+            raise TypeError(f"{unknown} {suggestion(name, known)}")
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
     """Return a question for the known name that is most like an unknown one, or all known names."""
-    names = sorted(known)
-    plain = {each: _plain(each) for each in names}
-    groups = [group for group in _SYNONYMS if _plain(name) in group]
-    same = [each for each in names if any(plain[each] in group for group in groups)]
-    alike = difflib.get_close_matches(_plain(name), plain.values(), 1)
-    nearest = same or [each for each in names if plain[each] in alike]
-    if len(_plain(name)) > 1:
-        nearest = nearest or [each for each in names if plain[each].startswith(_plain(name))]
+    names = {_plain(each): each for each in sorted(known)}
+    given = _plain(name)
+    synonyms = {each for group in _SYNONYMS if given in group for each in group}
+    nearest = [
+        *(each for each in names if each in synonyms),
+        *difflib.get_close_matches(given, names, 1),
+        *(each for each in names if len(given) > 1 and each.startswith(given)),
+    ]
     if nearest:
-        return f"Did you mean {nearest[0]!r}?"
+        return f"Did you mean {names[nearest[0]]!r}?"
     if otherwise is not None:
         return otherwise
-    return f"It takes {', '.join(names)}." if names else ""
+    return f"It takes {', '.join(names.values())}." if names else ""
 
 
 def _plain(name: str) -> str:

@@ -23,14 +23,11 @@ import pyarrow as pa
 
 from distributor.core.resources import format_bytes
 from distributor.data.epochs import Layout
-from distributor.data.source import Equal
 from distributor.errors import DistributorError, ExecutorNotReady
 from distributor.rank.context import worker_context
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from distributor.data.shard import DatasetShard
 
 ALIGNMENT = 64
 _SIZE = struct.Struct("<Q")
@@ -47,18 +44,11 @@ class DatasetSpec:
     """What every rank knows of a dataset."""
 
     name: str  # for messages and in checkpoints
-    schema: bytes  # as a message of Arrow's IPC format
+    schema: pa.Schema
     vectors: frozenset[str]
-    chunk_rows: NDArray[np.int64]
-    chunk_bytes: NDArray[np.int64]
+    layout: Layout
     checksums: NDArray[np.int64]  # the CRC-32 of each chunk
     null_counts: Mapping[str, int]
-    equal: Equal
-    split: bool
-
-    @functools.cached_property
-    def layout(self) -> Layout:
-        return Layout(self.chunk_rows, self.chunk_bytes, self.equal, self.split)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +63,6 @@ class ChunkFileWriter:
         self._file = file
         self._datasets = datasets
         self._places: list[dict[int, tuple[int, int]]] = [{} for _ in datasets]
-        self._end = 0
 
     def add(self, dataset: int, chunk: int, message: Any) -> None:
         """Write a chunk, as a message of Arrow's IPC format, unless the file has it."""
@@ -82,10 +71,9 @@ class ChunkFileWriter:
         spec, size = self._datasets[dataset], memoryview(message).nbytes
         if zlib.crc32(message) != spec.checksums[chunk]:
             raise DistributorError(_OTHER_ROWS.format(name=spec.name))
-        self._places[dataset][chunk] = (self._end, size)
+        self._places[dataset][chunk] = (self._file.tell(), size)
         self._file.write(message)
         self._file.write(bytes(-size % ALIGNMENT))
-        self._end += size + -size % ALIGNMENT
 
     def finish(self, first_share: int) -> None:
         contents = pickle.dumps(Contents(self._datasets, self._places, first_share))
@@ -104,9 +92,8 @@ class ChunkSource:
         self._contents, self._mapped = _contents_of(path)
         self._buffer = pa.py_buffer(self._mapped)
         spec = self._contents.datasets[number]
-        self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(spec.schema))
-        self.name, self.vectors = spec.name, spec.vectors
-        self.chunk_rows, self.chunk_bytes = spec.chunk_rows, spec.chunk_bytes
+        self.name, self.schema, self.vectors = spec.name, spec.schema, spec.vectors
+        self.chunk_rows, self.chunk_bytes = spec.layout.chunk_rows, spec.layout.chunk_bytes
         self.null_counts: Mapping[str, int] | None = spec.null_counts
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -154,12 +141,6 @@ def open_source(number: int) -> tuple[ChunkSource, Layout, int, int]:
     return ChunkSource(path, number), contents.datasets[number].layout, share, num_ranks
 
 
-def open_shard(number: int) -> DatasetShard:
-    from distributor.data.shard import DatasetShard
-
-    return DatasetShard(*open_source(number))
-
-
 # What describes a chunk: its task and its number there, its size, and the nulls in each column.
 #
 # The nulls are a list in JSON. The columns' names here are not those of the DataFrame.
@@ -174,8 +155,7 @@ def pack(argument: bytes, batches: Iterator[pa.RecordBatch], _: str) -> Iterator
     """Pack a partition's rows into chunks; a task of ``mapInArrow``."""
     from pyspark import TaskContext
 
-    context = TaskContext.get()
-    assert context is not None, "it runs in a task"
+    context: Any = TaskContext.get()
     part = context.partitionId()
     chunk_bytes = json.loads(argument)[0]
     for number, rows in enumerate(_grouped(batches, chunk_bytes)):
@@ -202,26 +182,20 @@ def _grouped(batches: Iterator[pa.RecordBatch], chunk_bytes: int) -> Iterator[pa
     waiting: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:
-        for part in _split(batch, chunk_bytes):
+        row_bytes = max(1, batch.nbytes // max(1, batch.num_rows))
+        step = max(1, chunk_bytes // row_bytes)
+        for start in range(0, batch.num_rows, step):
+            part = batch.slice(start, step)
             waiting.append(part)
             size += part.nbytes
             if size >= chunk_bytes:
                 yield _combined(waiting)
                 waiting, size = [], 0
-    if size or waiting:
+    if waiting:
         yield _combined(waiting)
 
 
-def _split(batch: pa.RecordBatch, chunk_bytes: int) -> Iterator[pa.RecordBatch]:
-    row_bytes = max(1, batch.nbytes // max(1, batch.num_rows))
-    step = max(1, chunk_bytes // row_bytes)
-    for start in range(0, batch.num_rows, step):
-        yield batch.slice(start, step)
-
-
 def _combined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    if len(batches) == 1:
-        return batches[0]
     [combined] = pa.Table.from_batches(batches).combine_chunks().to_batches()
     return combined
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from distributor.data.source import Equal, check_sharing
-
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+
+    from distributor.data.epochs import Equal
+    from distributor.data.shard import DatasetShard
+
+
+def check_sharing(equal: object, split: object) -> None:
+    if equal is not False and equal not in ("drop", "pad"):
+        raise ValueError(f"equal must be 'pad', 'drop' or False, but is {equal!r}.")
+    if not isinstance(split, bool):
+        raise TypeError(f"split must be True or False, but is {split!r}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,21 +128,16 @@ def get_spark_partition_data_loader(
     >>> for features, labels in get_spark_partition_data_loader(1000, 32):  # doctest: +SKIP
     ...     ...
     """
-    from distributor.data.partition_loader import partition_loader
+    from distributor.data.torch_datasets import partition_loader
 
     return partition_loader(num_samples, batch_size, num_workers, prefetch_factor)
 
 
 def is_dataframe(value: object) -> bool:
     """Return whether a value is a Spark DataFrame. PySpark is not imported for that."""
-    return "pyspark.sql" in sys.modules and _is_dataframe_type(type(value))  # type: ignore[arg-type]
-
-
-@functools.lru_cache
-def _is_dataframe_type(kind: type) -> bool:
-    return any(
+    return "pyspark.sql" in sys.modules and any(
         base.__name__ == "DataFrame" and base.__module__.startswith("pyspark.sql")
-        for base in kind.__mro__
+        for base in type(value).__mro__
     )
 
 
@@ -169,13 +171,14 @@ class ShardReference:
     number: int  # of the dataset
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_shard, (self.number,)
+        return open_shard, (self.number,)
 
 
-def _open_shard(number: int) -> Any:
-    from distributor.data.chunk_file import open_shard
+def open_shard(number: int) -> DatasetShard:
+    from distributor.data.chunk_file import open_source
+    from distributor.data.shard import DatasetShard
 
-    return open_shard(number)
+    return DatasetShard(*open_source(number))
 
 
 class DatasetFinder:

@@ -1,6 +1,6 @@
-"""Which rows each rank reads in an epoch, and in which order.
+"""Which rows each rank reads in an epoch, in which order, and its position there.
 
-Everything here is a function of a dataset's chunks, the number of ranks, and what they have read
+The rows are a function of a dataset's chunks, the number of ranks, and what they have read
 already, so that all ranks and the driver compute the same without communicating. Rows are numbered
 through the chunks of the dataset.
 
@@ -11,18 +11,20 @@ ranks have left of an epoch is a list of spans, which other ranks can share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from distributor.data.source import Equal
+from distributor.rank.context import worker_context
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Drop the rows that are left over, repeat some rows, or (False) leave a difference of one row.
+Equal: TypeAlias = Literal["drop", "pad", False]
 # Bytes of a window, if its order does not set the number of its rows.
 WINDOW_BYTES = 32 * 1024 * 1024
 
@@ -74,6 +76,10 @@ class Span:
     def __len__(self) -> int:
         return self.end - self.begin
 
+    def own_pieces(self) -> NDArray[np.int64]:
+        """Return the pieces of the window, whose rows are in order, cut to the span's rows."""
+        return _cut(self.pieces, self.begin, self.end)
+
     def permutation(self) -> NDArray[np.int64] | None:
         """Return the positions in the window of the span's rows; None if they are in order."""
         if self.seed is None:
@@ -96,6 +102,12 @@ class Layout:
     def num_rows(self) -> int:
         return int(self.chunk_rows.sum())
 
+    @property
+    def pieces(self) -> NDArray[np.int64]:
+        """All rows of the dataset."""
+        starts = np.zeros_like(self.chunk_rows)
+        return np.stack([np.arange(len(starts)), starts, self.chunk_rows], axis=1)
+
     def rows_per_rank(self, num_ranks: int) -> list[int]:
         if not self.split:
             return [self.num_rows] * num_ranks
@@ -110,7 +122,7 @@ class Layout:
         left: list[Span] | None = None
         for earlier_ranks, rows in epoch.history:
             *parts, rest = self._parts(epoch, left, earlier_ranks)
-            left = [span for part in parts for span in _without_first(part, rows)] + rest
+            left = [span for part in parts for span in between(part, rows, _total(part))] + rest
         *parts, _ = self._parts(epoch, left, num_ranks)
         missing = max(map(_total, parts)) - _total(parts[rank]) if self.equal == "pad" else 0
         if not missing:
@@ -139,17 +151,9 @@ class Layout:
         if left is not None:
             return [between(left, start, stop) for start, stop in pairwise(cuts)]
         return [
-            self._windows(self._pieces(start, stop), epoch, part)
+            self._windows(_cut(self.pieces, start, stop), epoch, part)
             for part, (start, stop) in enumerate(pairwise(cuts))
         ]
-
-    def _pieces(self, start: int, stop: int) -> NDArray[np.int64]:
-        ends = np.cumsum(self.chunk_rows)
-        begins = ends - self.chunk_rows
-        first = np.maximum(begins, start) - begins
-        last = np.minimum(ends, stop) - begins
-        chunks = np.flatnonzero(last > first)
-        return np.stack([chunks, first[chunks], last[chunks]], axis=1)
 
     def _windows(self, pieces: NDArray[np.int64], epoch: Epoch, part: int) -> list[Span]:
         order = epoch.order
@@ -182,6 +186,17 @@ def _cuts(total: int, num_ranks: int, equal: Equal) -> list[int]:
     if equal == "drop":
         return [rank * (total // num_ranks) for rank in range(num_ranks + 1)] + [total]
     return [rank * total // num_ranks for rank in range(num_ranks + 1)] + [total]
+
+
+def _cut(pieces: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
+    """Return the pieces of some of the rows, from one number to another."""
+    lengths = _lengths(pieces)
+    begins = np.cumsum(lengths) - lengths
+    first, last = (np.clip(bound - begins, 0, lengths) for bound in (start, stop))
+    chunks, starts, _ = pieces.T
+    cut = np.stack([chunks, starts + first, starts + last], axis=1)
+    found: NDArray[np.int64] = cut[first < last]
+    return found
 
 
 def _lengths(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -218,5 +233,90 @@ def between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
     return found
 
 
-def _without_first(spans: Sequence[Span], rows: int) -> list[Span]:
-    return between(spans, rows, _total(spans))
+@dataclass
+class Pass:
+    """One pass over what is left of an epoch."""
+
+    epoch: Epoch  # with what was read of it before
+    rows: int = 0  # that each rank has yielded since, or all that it had
+
+
+class Progress:
+    """Counts the epochs and the rows read of a dataset, and resumes from a checkpoint's position.
+
+    Ranks read in lockstep: what rank 0 has read, each rank has read of its own rows. A dataset
+    without a name is known by the order in which such ones are registered.
+    """
+
+    def __init__(self, name: str | None, num_rows: int, rank: int, num_ranks: int) -> None:
+        self._name, self._num_rows = name, num_rows
+        self.rank, self.num_ranks = rank, num_ranks
+        self._pass = Pass(Epoch(0, Order()))
+        self._next_epoch = 0
+        self._resumed: Epoch | None = None
+        self._is_registered = False
+        self._has_chosen_epoch = False
+
+    def position(self) -> dict[str, Any]:
+        """Return the epoch of the latest pass, and what has been read of it, for JSON."""
+        self._take_part()
+        epoch = self._pass.epoch
+        if self._pass.rows:
+            epoch = epoch.after(self.num_ranks, self._pass.rows)
+        named = {} if self._name is None else {"name": self._name}
+        return {**named, "rows": self._num_rows, **epoch.to_position()}
+
+    @property
+    def next_epoch(self) -> int:
+        self._take_part()
+        return self._next_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass; by default it is the one after that of the last pass."""
+        self._next_epoch = epoch
+        self._has_chosen_epoch = True
+
+    def begin(self, order: Order) -> Pass:
+        """Begin a pass; the rest of an epoch that is resumed keeps its order."""
+        self._take_part()
+        resumed, self._resumed = self._resumed, None
+        if resumed is None or resumed.number != self._next_epoch:
+            resumed = Epoch(self._next_epoch, order)
+        self._next_epoch += 1
+        self._pass = Pass(resumed)
+        return self._pass
+
+    def end(self, finished: Pass) -> None:
+        """Go on to the next epoch, rows that the pass has dropped included."""
+        if self._pass is finished:
+            self._pass = Pass(Epoch(finished.epoch.number + 1, finished.epoch.order))
+
+    def register(self, register: Callable[[Callable[[], Any], str | None], Any]) -> None:
+        """Take part in the run's checkpoints, and resume if one has the position."""
+        self._is_registered = True
+        if (position := register(self.position, self._name)) is not None:
+            self._resume_from(position)
+
+    def _take_part(self) -> None:
+        # Only now: checkpoints begin after arguments, such as shards, are unpickled.
+        register = worker_context().register_loader
+        if not self._is_registered and register is not None:
+            self.register(register)
+
+    def _resume_from(self, position: Mapping[str, Any]) -> None:
+        stored = position.get("rows")
+        if stored == self._num_rows:
+            epoch = self._resumed = Epoch.from_position(position)
+        elif self._name is None:
+            return  # it may be another dataset's
+        else:
+            epoch = replace(Epoch.from_position(position), history=())
+            if self.rank == 0:
+                print(
+                    f"distributor: the checkpoint was stored with {stored} rows of {self._name}, "
+                    f"which has {self._num_rows} now: epoch {epoch.number} begins again.",
+                    flush=True,
+                )
+        if not self._has_chosen_epoch:
+            self._next_epoch = epoch.number
+        self._pass = Pass(epoch)

@@ -9,23 +9,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from distributor.data.tensors import VECTOR_FIELDS, is_any
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-ELEMENTS = (
-    pa.bool_(),
-    pa.int8(),
-    pa.int16(),
-    pa.int32(),
-    pa.int64(),
-    pa.float32(),
-    pa.float64(),
-    pa.string(),
-    pa.binary(),
-)
+ELEMENTS = ("boolean", "signed_integer", "float32", "float64", "string", "binary")
 # Types that Spark does not have, and those with all of their values.
 _WIDER = {pa.uint8(): pa.int16(), pa.float16(): pa.float32()}
-_VECTOR = ["type", "size", "indices", "values"]  # the fields of Spark ML's vectors
 
 
 def unsupported(kind: pa.DataType) -> pa.DataType | None:
@@ -34,7 +25,7 @@ def unsupported(kind: pa.DataType) -> pa.DataType | None:
         return unsupported(kind.value_type)
     if pa.types.is_struct(kind):
         return next(filter(None, (unsupported(field.type) for field in kind)), None)
-    return None if kind in ELEMENTS else kind
+    return None if is_any(kind, *ELEMENTS) else kind
 
 
 def named_outputs(value: Any, default: str) -> dict[str, Any]:
@@ -98,7 +89,7 @@ def to_arrow(value: Any, kind: pa.DataType, rows: int, name: str) -> pa.Array:
         parts = [
             to_arrow(value[key], kind.field(key).type, rows, f"{name}.{key}") for key in fields
         ]
-    elif fields == _VECTOR:
+    elif fields == VECTOR_FIELDS:
         dense = pa.array(np.ones(rows, np.int8))
         sparse = [pa.nulls(rows, kind.field(each).type) for each in ("size", "indices")]
         parts = [dense, *sparse, _plain(value, kind.field("values").type, rows, name)]
@@ -118,7 +109,9 @@ def _plain(value: Any, kind: pa.DataType, rows: int, name: str) -> pa.Array:
     numbers = _numbers(value)
     if numbers is None:
         return _cast(_listed_column(value, name), kind, name)
-    depth = _depth(kind)
+    depth, element = 0, kind
+    while pa.types.is_list(element):
+        depth, element = depth + 1, element.value_type
     if depth == 0 and shape[1:] == (1,):
         shape = shape[:1]
     if len(shape) - 1 != depth:
@@ -126,9 +119,6 @@ def _plain(value: Any, kind: pa.DataType, rows: int, name: str) -> pa.Array:
             f"Output {name!r} has the shape {shape}, and its column has {depth} dimensions for "
             f"each row: {kind}."
         )
-    element = kind
-    while pa.types.is_list(element):
-        element = element.value_type
     # A copy: a model may return the same memory for each batch.
     column = _cast(pa.array(np.array(numbers, order="C").reshape(-1)), element, name)
     # The innermost lists come first.
@@ -136,10 +126,6 @@ def _plain(value: Any, kind: pa.DataType, rows: int, name: str) -> pa.Array:
         ends = np.arange(len(column) // size + 1 if size else rows + 1, dtype=np.int32) * size
         column = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), column)
     return column
-
-
-def _depth(kind: pa.DataType) -> int:
-    return 1 + _depth(kind.value_type) if pa.types.is_list(kind) else 0
 
 
 def _shape(value: Any) -> tuple[int, ...]:

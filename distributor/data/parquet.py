@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import islice
+from math import isnan, nan
 from operator import and_
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pads
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from distributor.core.files import shown
 from distributor.core.text import counted, is_unicode
-from distributor.data.epochs import Layout
-from distributor.data.parquet_files import (
-    PathLike,
-    common_type,
-    find_files,
-    leaves,
-    partitions_of,
-    with_instants,
-)
+from distributor.data.dataframes import check_sharing
+from distributor.data.epochs import Equal, Layout
 from distributor.data.shard import DatasetShard
-from distributor.data.source import Equal, check_sharing
+from distributor.filesystems import Entry, entries, is_local, matches, native, resolve
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,6 +41,30 @@ VECTOR = "linalg.VectorUDT"  # how the names of Spark's vector types end
 WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 # Nanoseconds, pyarrow's default for INT96, do not reach the dates that Spark has.
 INT96: Mapping[str, Any] = {"coerce_int96_timestamp_unit": "us"}
+# Types that Spark does not have in files, and those with all of their values.
+_WIDER = {
+    pa.uint8(): pa.int16(),
+    pa.uint16(): pa.int32(),
+    pa.uint32(): pa.int64(),
+    pa.uint64(): pa.decimal128(20),
+    pa.null(): pa.int32(),  # as which files store it
+    pa.large_string(): pa.string(),
+    pa.large_binary(): pa.binary(),
+    pa.date64(): pa.date32(),
+}
+HIDDEN = ("_", ".")  # files and folders whose names begin so contain no data, as in Spark
+NULL = "__HIVE_DEFAULT_PARTITION__"  # a partition's name for a null, in Spark
+DELTA_LOG = "_delta_log"
+# The types of values in folders' names, and how these look: what Spark reads, in its order.
+FOLDER_TYPES = {
+    r"-?\d+": (pa.int32(), pa.int64()),
+    r"-?(\d{1,9}|\d+\.\d*|\.\d+)(E-?\d+)?|NaN|-?Infinity": (pa.float64(),),
+    r"\d{4}-\d\d-\d\d": (pa.date32(),),
+    r"\d{4}-\d\d-\d\d( \d\d:\d\d:\d\d(\.\d)?)?": (pa.timestamp("us"),),
+}
+
+PathLike = str | os.PathLike[str]
+Partition = Mapping[str, pa.Scalar]  # values in the names of a file's folders, such as ``label=3``
 
 
 def from_parquet(
@@ -130,10 +152,10 @@ class ParquetShard(DatasetShard):
             )
         super().__init__(source, layout, rank, num_ranks)
         self.row_groups = source
-        self._arguments = (source, equal, split)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._arguments
+        layout = self._share.layout
+        return type(self), (self.row_groups, layout.equal, layout.split)
 
     def __copy__(self) -> ParquetShard:
         # Within a rank, a copy has the same epochs and position.
@@ -146,17 +168,13 @@ def open_parquet(
     path: PathLike | Sequence[PathLike], columns: Sequence[str] | None = None, filters: Any = None
 ) -> ParquetSource:
     """Read the footers of Parquet files; with filters, also count the rows that they select."""
-    found = find_files(path)
-    files = [
-        ParquetFile(*each)
-        for folder, paths in found.folders.items()
-        for each in zip(paths, partitions_of(folder, paths), strict=True)
-    ]
-    first = schema_of(found.filesystem, files[0])
+    filesystem, found = find_files(path)
+    files = [ParquetFile(*each) for each in found]
+    first = read_footer(filesystem, (), False, files[0]).schema
     names = _check_columns(columns, first)
     selected = None if columns is None else names
     with ThreadPoolExecutor(THREADS) as threads:
-        read = partial(read_footer, found.filesystem, selected, filters is not None)
+        read = partial(read_footer, filesystem, selected, filters is not None)
         footers = list(threads.map(read, files))
         schema = _common_schema(first, files, footers, selected)
         expression = _expression(filters, schema)
@@ -165,6 +183,7 @@ def open_parquet(
     row_groups = [
         (number, group) for number, footer in enumerate(footers) for group in footer.row_groups
     ]
+    nulls = {name: sum(group.nulls[name] for _, group in row_groups) for name in names}
     types = spark_types_of(first, schema)
     return ParquetSource(
         name=_name(path),
@@ -173,8 +192,8 @@ def open_parquet(
         spark_types=types,
         chunk_rows=np.array([group.rows for _, group in row_groups], np.int64),
         chunk_bytes=np.array([group.bytes for _, group in row_groups], np.int64),
-        null_counts=_null_counts(names, [group for _, group in row_groups]),
-        filesystem=found.filesystem,
+        null_counts={name: int(count) for name, count in nulls.items() if not isnan(count)},
+        filesystem=filesystem,
         files=files,
         row_groups=[(number, group.number) for number, group in row_groups],
         file_schema=schema,
@@ -210,17 +229,6 @@ def _expression(filters: Any, schema: pa.Schema) -> Any:
     return expression
 
 
-def _null_counts(names: Sequence[str], row_groups: Sequence[RowGroup]) -> dict[str, int] | None:
-    totals = dict.fromkeys(names, 0)
-    for group in row_groups:
-        for name in names:
-            count = group.nulls[name]
-            if count is None:
-                return None
-            totals[name] += count
-    return totals
-
-
 def _name(path: PathLike | Sequence[PathLike]) -> str:
     if isinstance(path, (str, os.PathLike)):
         return shown(path)
@@ -233,28 +241,23 @@ class ParquetFile:
     """A file, and the values of the columns that the names of its folders contain."""
 
     path: str
-    partition: Mapping[str, pa.Scalar]
+    partition: Partition
 
     def fragment(self, filesystem: Any, row_groups: list[int] | None = None) -> Any:
         """Return all of the file, or some row groups, for pyarrow to read."""
-        file = (self.path, filesystem) if is_unicode(self.path) else (self.opened(filesystem),)
-        return pads.ParquetFileFormat(**INT96).make_fragment(
-            *file,
-            partition_expression=self._expression(),
-            row_groups=row_groups,
-        )
-
-    def opened(self, filesystem: Any) -> Any:
-        """Open the file for pyarrow, which finds a name that is not in UTF-8 only by its bytes."""
-        name = self.path if is_unicode(self.path) else os.fsencode(self.path)
-        return filesystem.open_input_file(name)
-
-    def _expression(self) -> Any:
         conditions = [
             pc.field(name) == value if value.is_valid else pc.field(name).is_null()
             for name, value in self.partition.items()
         ]
-        return reduce(and_, conditions) if conditions else None
+        file = (self.path, filesystem) if is_unicode(self.path) else (self.opened(filesystem),)
+        return pads.ParquetFileFormat(**INT96).make_fragment(
+            *file,
+            partition_expression=reduce(and_, conditions) if conditions else None,
+            row_groups=row_groups,
+        )
+
+    def opened(self, filesystem: Any) -> Any:
+        return filesystem.open_input_file(native(filesystem, self.path))
 
 
 @dataclass(eq=False)
@@ -350,7 +353,7 @@ class RowGroup:
     number: int
     rows: int  # that are read
     bytes: int  # of these in memory, roughly
-    nulls: dict[str, int | None]  # of each column in these rows, if it is known
+    nulls: Mapping[str, float]  # of each column in these rows; NaN if it is not known
 
 
 @dataclass(frozen=True)
@@ -362,26 +365,32 @@ class Footer:
     fragment: Any  # the file, if the rows that a filter selects are still to be counted
 
 
-def schema_of(filesystem: Any, file: ParquetFile) -> pa.Schema:
-    """Return the columns of a file and of its folders."""
-    schema, _ = _footer(file.path, file.fragment(filesystem))
-    return _with_partition(schema, file)
-
-
 def read_footer(
-    filesystem: Any, names: Sequence[str] | None, is_filtered: bool, file: ParquetFile
+    filesystem: Any, names: Collection[str] | None, is_filtered: bool, file: ParquetFile
 ) -> Footer:
     """Read the footer of a file, of which these columns are read; None for all."""
     fragment = file.fragment(filesystem)
-    schema, metadata = _footer(file.path, fragment)
+    try:
+        schema, metadata = fragment.physical_schema, fragment.metadata
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{file.path} cannot be read as a Parquet file: {error}") from error
+    stored = (metadata.schema.column(at).physical_type for at in range(metadata.num_columns))
+    fields = [
+        field.with_type(with_instants(field.type, [*islice(stored, len(leaves(field.type)))]))
+        for field in schema
+    ]
     columns = [field.name for field in schema for _ in leaves(field.type)]
-    schema = _with_partition(schema, file)
-    read = set(names or schema.names)
+    fields += [
+        pa.field(name, value.type)
+        for name, value in file.partition.items()
+        if name not in schema.names
+    ]
+    schema = pa.schema(fields, schema.metadata)
     row_groups = []
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
-        size, nulls = _size_and_nulls(group, columns, read)
         rows = group.num_rows
+        size, nulls = _size_and_nulls(group, columns, schema.names if names is None else names)
         nulls |= {name: 0 if value.is_valid else rows for name, value in file.partition.items()}
         row_groups.append(RowGroup(number, rows, size, nulls))
     return Footer(schema, row_groups, fragment if is_filtered else None)
@@ -408,26 +417,6 @@ def _is_vector(field: Any) -> bool:
     """Return whether Spark wrote a column from vectors."""
     kind = field["type"] if field else None
     return isinstance(kind, dict) and str(kind.get("class")).endswith(VECTOR)
-
-
-def _footer(path: str, fragment: Any) -> tuple[pa.Schema, Any]:
-    try:
-        schema, metadata = fragment.physical_schema, fragment.metadata
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} cannot be read as a Parquet file: {error}") from error
-    stored = (metadata.schema.column(at).physical_type for at in range(metadata.num_columns))
-    fields = [
-        field.with_type(with_instants(field.type, [*islice(stored, len(leaves(field.type)))]))
-        for field in schema
-    ]
-    return pa.schema(fields, schema.metadata), metadata
-
-
-def _with_partition(schema: pa.Schema, file: ParquetFile) -> pa.Schema:
-    for name, value in file.partition.items():
-        if name not in schema.names:
-            schema = schema.append(pa.field(name, value.type))
-    return schema
 
 
 def _common_schema(
@@ -470,7 +459,7 @@ def _filtered(schema: pa.Schema, expression: Any, file: ParquetFile, footer: Foo
         # pyarrow counts the file's rows if the folder's name alone decides.
         rows = min(scanner.count_rows(), group.rows)
         nulls = {
-            name: rows if count == group.rows else None if count else count
+            name: rows if count == group.rows else nan if count else 0
             for name, count in group.nulls.items()
         }
         size = group.bytes * rows // max(group.rows, 1)
@@ -490,23 +479,224 @@ def _cast(column: Any, common: pa.DataType, wanted: pa.DataType) -> Any:
 
 
 def _size_and_nulls(
-    row_group: Any, columns: list[str], names: Collection[str]
-) -> tuple[int, dict[str, int | None]]:
+    row_group: Any, columns: Sequence[str], names: Collection[str]
+) -> tuple[int, dict[str, float]]:
     size = 0
-    nulls: dict[str, int | None] = {}
+    nulls: dict[str, float] = dict.fromkeys(names, 0)
     for index, name in enumerate(columns):
-        if name in names:
+        if name in nulls:
             column = row_group.column(index)
             width = WIDTHS.get(column.physical_type, 0)
             size += max(column.num_values * width, column.total_uncompressed_size)
-            count, before = _null_count(column, name), nulls.get(name, 0)
-            nulls[name] = None if count is None or before is None else before + count
+            nulls[name] += _null_count(column, name)
     return size, nulls
 
 
-def _null_count(column: Any, name: str) -> int | None:
+def _null_count(column: Any, name: str) -> float:
     statistics = column.statistics
     if statistics is None or not statistics.has_null_count:
-        return None
+        return nan
     is_nested = column.path_in_schema != name  # empty lists count as nulls there
-    return None if is_nested and statistics.null_count else int(statistics.null_count)
+    return nan if is_nested and statistics.null_count else int(statistics.null_count)
+
+
+# Files
+
+
+def find_files(
+    path: PathLike | Sequence[PathLike],
+) -> tuple[pafs.FileSystem, list[tuple[str, Partition]]]:
+    """Return the data files that paths, folders and patterns name, with their partitions."""
+    paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    if not paths:
+        raise FileNotFoundError("No paths were passed: the list is empty.")
+    (filesystem, _), *others = resolved = [_resolved(each) for each in paths]
+    if any(other != filesystem for other, _ in others):
+        names = ", ".join(map(shown, paths))
+        raise ValueError(f"The paths must be of one file system, but are {names}.")
+    folders: dict[str, list[str]] = {}
+    reals: dict[str, str] = {}  # by which path each file is read, whatever links lead to it
+    for written, (_, inside) in zip(paths, resolved, strict=True):
+        found = [
+            file for match in matches(filesystem, inside) for file in _files(filesystem, match)
+        ]
+        if not found:
+            raise FileNotFoundError(f"No data files were found at {shown(written)!r}.")
+        for folder, file in found:
+            real = os.path.realpath(file) if is_local(filesystem) else file
+            if real not in reals:
+                folders.setdefault(folder, []).append(file)
+            known = reals.setdefault(real, file)
+            if _named_values(known) != _named_values(file):
+                raise ValueError(
+                    f"{shown(known)} and {shown(file)} are one file, because of a link, but their "
+                    "folders' names have other values. Remove the link."
+                )
+    return filesystem, [
+        found for folder, files in folders.items() for found in _with_partitions(folder, files)
+    ]
+
+
+def _resolved(path: PathLike) -> tuple[pafs.FileSystem, str]:
+    filesystem, inside = resolve(path)
+    # Without "..", after folders that other nodes may not have.
+    return filesystem, os.path.normpath(inside) if is_local(filesystem) else inside
+
+
+def _with_partitions(folder: str, paths: Sequence[str]) -> Iterator[tuple[str, Partition]]:
+    """Yield each path with the values in the names of its subfolders."""
+    texts = [_folder_values(folder, path[len(folder) :]) for path in paths]
+    names = {name for each in texts for name in each}
+    types = {name: _type_of([each.get(name) for each in texts]) for name in names}
+    for path, each in zip(paths, texts, strict=True):
+        yield (
+            path,
+            {name: pa.scalar(text, pa.string()).cast(types[name]) for name, text in each.items()},
+        )
+
+
+def _folder_values(folder: str, path: str) -> dict[str, str | None]:
+    parts = [part.partition("=") for part in path.split("/")[:-1]]
+    if unreadable := [value for _, equals, value in parts if equals and not is_unicode(value)]:
+        raise ValueError(
+            f"{folder}{path} is in a folder whose name ends in ={unreadable[0]}. This is not "
+            "valid Unicode, so it cannot be a column's value. Rename the folder."
+        )
+    return {
+        unquote(name): None if value == NULL else unquote(value)
+        for name, equals, value in parts
+        if equals
+    }
+
+
+def _named_values(path: str) -> list[str]:
+    return [part for part in os.path.dirname(path).split("/") if "=" in part]
+
+
+def _type_of(texts: Sequence[str | None]) -> pa.DataType:
+    """Return the type of a column whose values are in names of folders, which is Spark's."""
+    known = [text for text in texts if text is not None]
+    for pattern, types in FOLDER_TYPES.items():
+        if known and all(re.fullmatch(pattern, text, re.ASCII) for text in known):
+            for type in types:
+                with contextlib.suppress(pa.ArrowInvalid):
+                    pa.array(known).cast(type)
+                    return type
+    return pa.string()
+
+
+def _files(filesystem: pafs.FileSystem, match: Entry) -> list[tuple[str, str]]:
+    """Return pairs of folder and file for what a path names."""
+    if match.is_file:
+        return [(os.path.dirname(match.path), match.path)]
+    found = entries(filesystem, match.path, allow_not_found=True)
+    if any(os.path.basename(entry.path) == DELTA_LOG for entry in found):
+        raise ValueError(
+            f"{match.path} is a Delta table, whose folder also contains files of earlier versions. "
+            'Read it with Spark, spark.read.format("delta").load(path), and pass the DataFrame.'
+        )
+    return sorted(
+        (match.path, entry.path)
+        for entry in found
+        if entry.is_file and not _is_hidden(entry.path[len(match.path) :])
+    )
+
+
+def _is_hidden(path: str) -> bool:
+    # Folders of partitions may begin so: _year=2024.
+    return any(part.startswith(HIDDEN) and "=" not in part for part in path.split("/"))
+
+
+# Types
+
+
+def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Return a type with other leaves. Its fields may be null, and its arrays have any length."""
+    if isinstance(kind, pa.BaseExtensionType) and kind.extension_name != "arrow.uuid":
+        return rebuilt(kind.storage_type, change)
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, rebuilt(field.type, change)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(rebuilt(kind.key_type, change), rebuilt(kind.item_type, change))
+    if not hasattr(kind, "value_type"):
+        return change(kind)
+    value = rebuilt(kind.value_type, change)
+    if pa.types.is_dictionary(kind):
+        return value
+    return kind if "_view<" in str(kind) else pa.list_(value)  # pyarrow loses what a view has
+
+
+def leaves(kind: pa.DataType) -> list[pa.DataType]:
+    """Return the types without parts that a type consists of: a file has a column for each."""
+    found: list[pa.DataType] = []
+
+    def add(leaf: pa.DataType) -> pa.DataType:
+        found.append(leaf)
+        return leaf
+
+    rebuilt(kind, add)
+    return found
+
+
+def with_instants(kind: pa.DataType, stored: Sequence[str]) -> pa.DataType:
+    """Return the type of a column that a file stores as these types; INT96 as Spark reads it.
+
+    For pyarrow, it is a time without a time zone.
+    """
+    if "INT96" not in stored:
+        return kind
+    each = iter(stored)
+    return rebuilt(kind, lambda leaf: pa.timestamp("us", "UTC") if next(each) == "INT96" else leaf)
+
+
+def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return a type that has all values of two types, as they are; None if there is none."""
+    if one == other:
+        return one
+    kinds = [rebuilt(kind, _mergeable) for kind in (one, other)]
+    try:
+        schemas = [pa.schema([("", kind)]) for kind in kinds]
+        found = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except (pa.ArrowException, TypeError):  # the latter before pyarrow 14
+        return None
+    return found if all(_is_alike(kind, found) for kind in kinds) else None
+
+
+def spark_type(kind: pa.DataType) -> pa.DataType:
+    """Return what Spark reads a type as; a type that Spark does not have remains as it is."""
+    return rebuilt(kind, _of_spark)
+
+
+def _mergeable(leaf: pa.DataType) -> pa.DataType:
+    if pa.types.is_timestamp(leaf) and leaf.tz is not None:
+        return pa.timestamp(leaf.unit, "UTC")
+    return _without_view(leaf)
+
+
+def _is_alike(kind: pa.DataType, found: pa.DataType) -> bool:
+    """Return whether integers do not become floats, nor texts bytes."""
+    pairs = list(zip(leaves(kind), leaves(found), strict=False))
+    return pa.types.is_null(kind) or (
+        len(leaves(kind)) == len(leaves(found))
+        and all(pa.types.is_null(one) or _marks(one) == _marks(other) for one, other in pairs)
+    )
+
+
+def _marks(leaf: pa.DataType) -> tuple[bool, bool]:
+    return pa.types.is_floating(leaf), "string" in str(leaf)
+
+
+def _without_view(leaf: pa.DataType) -> pa.DataType:
+    return getattr(pa, str(leaf).removesuffix("_view"))() if str(leaf).endswith("_view") else leaf
+
+
+def _of_spark(leaf: pa.DataType) -> pa.DataType:
+    if pa.types.is_timestamp(leaf):
+        return pa.timestamp("us", None if leaf.tz is None else "UTC")
+    if pa.types.is_fixed_size_binary(leaf):
+        return pa.binary()
+    if pa.types.is_duration(leaf):
+        return pa.int64()
+    if pa.types.is_decimal(leaf) and leaf.precision <= 38:
+        return pa.decimal128(leaf.precision, leaf.scale)
+    return _WIDER.get(leaf, _without_view(leaf))

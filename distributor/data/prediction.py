@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import pickle
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +18,19 @@ import torch
 from distributor._compat import pyspark as private
 from distributor.core.cell_errors import ends_at_caller
 from distributor.core.versions import require_spark
+from distributor.data.batches import whole_number
 from distributor.data.dataframes import is_dataframe, numbered, vectors_of
 from distributor.data.outputs import unsupported
-from distributor.data.parquet import ParquetShard
-from distributor.data.parquet_files import leaves, spark_type
+from distributor.data.parquet import ParquetShard, leaves, spark_type
 from distributor.data.prediction_task import Prediction
-from distributor.data.shard import Dtypes, Ragged
-from distributor.data.share import whole_number
-from distributor.data.tensors import TensorOptions, check_columns
+from distributor.data.tensors import Dtypes, Ragged, TensorOptions, check_columns
 from distributor.errors import UnpicklableError
 from distributor.serialization import code_pickle
 from distributor.serialization.code_search import imports_of
 from distributor.serialization.pickle_diagnostics import explain_parts
 from distributor.spark.application import check_not_ended
-from distributor.spark.package_shipping import portable_task
 from distributor.spark.session import Session
+from distributor.spark.shipping import portable_task
 from distributor.spark.user_modules import ship_modules
 
 if TYPE_CHECKING:
@@ -125,21 +124,57 @@ def predict(
     ...     return model
     >>> predict(df, load, columns="features", outputs="score float").show()  # doctest: +SKIP
     """
-    rows, plan, result = _prepare(
-        data,
-        load,
-        checkpoint=checkpoint,
-        columns=columns,
-        outputs=outputs,
-        keep=keep,
+    require_spark()
+    rows: _FileRows | _SparkRows
+    rows = _FileRows(data) if isinstance(data, ParquetShard) else _SparkRows(data)
+    batch_size = whole_number("batch_size", batch_size, 1)
+    inputs = rows.columns if columns is None else columns
+    _check_names("columns", [inputs] if isinstance(inputs, str) else inputs, rows.columns)
+    if not inputs:
+        raise ValueError("columns is empty: name at least one column for the model.")
+    if isinstance(keep, str):
+        raise TypeError(f"keep must be a list of names, but is the string {keep!r}.")
+    kept = list(rows.columns if keep is None else keep)
+    _check_names("keep", kept, rows.columns)
+    _check_callable("load", load)
+    if collate_fn is not None:
+        _check_callable("collate_fn", collate_fn)
+    checkpoint = getattr(checkpoint, "checkpoint", checkpoint)
+    if checkpoint is not None and not hasattr(checkpoint, "as_directory"):
+        raise TypeError(
+            "checkpoint must be a Checkpoint, or a Result that has one, but is of the type "
+            f"{type(checkpoint).__name__}. Of a path, Checkpoint(path) makes one."
+        )
+    if device is not None:
+        torch.device(device)
+    needed = {inputs} if isinstance(inputs, str) else set(inputs)
+    names = [name for name in rows.columns if name in needed or name in kept]
+    schema = rows.schema(names)
+    options = TensorOptions(dtypes, fill, ragged, rows.vectors & needed)
+    check_columns(_arrow_schema(schema, needed), options, None, rows.name)
+    named = None if outputs is None else _parse_outputs(outputs)
+    plan = Prediction(
+        key=uuid.uuid4().hex,
+        functions=_pickled(load=load, collate_fn=collate_fn, checkpoint=checkpoint),
+        modules=_modules(rows.session, load, collate_fn),
+        names=names,
+        columns=inputs if isinstance(inputs, str) else list(inputs),
+        keep=kept,
+        default=named.names[0] if named and len(named) == 1 else DEFAULT_OUTPUT,
+        outputs=pa.schema([]),
         batch_size=batch_size,
-        collate_fn=collate_fn,
         device=device,
-        dtypes=dtypes,
-        fill=fill,
-        ragged=ragged,
+        options=options,
     )
-    planned: DataFrame = rows.planned(plan, result)
+    named = named or private.spark_schema(_described(rows, plan))
+    plan = replace(plan, outputs=private.arrow_schema(named))
+    if taken := sorted(set(named.names) & set(kept)):
+        raise ValueError(
+            f"{taken[0]!r} is an output, and also a column of the rows. Name the outputs otherwise "
+            "(outputs=...), or leave the column out (keep=...)."
+        )
+    result = type(named)([*(schema[name] for name in kept), *named])
+    planned: DataFrame = rows.planned(_PREDICT, plan, result)
     return planned
 
 
@@ -190,73 +225,6 @@ def predict_batch_udf(
     return session.column_function(pyspark_function(lambda: next(task(iter(()))), **options))
 
 
-def _prepare(
-    data: Any,
-    load: Any,
-    *,
-    checkpoint: Any,
-    columns: Any,
-    outputs: Any,
-    keep: Any,
-    batch_size: int,
-    collate_fn: Any,
-    device: Any,
-    dtypes: Dtypes,
-    fill: Any,
-    ragged: Ragged,
-) -> tuple[_SparkRows | _FileRows, Prediction, StructType]:
-    """Return the rows, what tasks do with them, and the columns of the result."""
-    require_spark()
-    rows = _FileRows(data) if isinstance(data, ParquetShard) else _SparkRows(data)
-    batch_size = whole_number("batch_size", batch_size, 1)
-    inputs = rows.columns if columns is None else columns
-    _check_names("columns", [inputs] if isinstance(inputs, str) else inputs, rows.columns)
-    if not inputs:
-        raise ValueError("columns is empty: name at least one column for the model.")
-    if isinstance(keep, str):
-        raise TypeError(f"keep must be a list of names, but is the string {keep!r}.")
-    kept = list(rows.columns if keep is None else keep)
-    _check_names("keep", kept, rows.columns)
-    _check_callable("load", load)
-    if collate_fn is not None:
-        _check_callable("collate_fn", collate_fn)
-    checkpoint = getattr(checkpoint, "checkpoint", checkpoint)
-    if checkpoint is not None and not hasattr(checkpoint, "as_directory"):
-        raise TypeError(
-            "checkpoint must be a Checkpoint, or a Result that has one, but is of the type "
-            f"{type(checkpoint).__name__}. Of a path, Checkpoint(path) makes one."
-        )
-    if device is not None:
-        torch.device(device)
-    needed = {inputs} if isinstance(inputs, str) else set(inputs)
-    names = [name for name in rows.columns if name in needed or name in kept]
-    schema = rows.schema(names)
-    options = TensorOptions(dtypes, fill, ragged, rows.vectors() & needed)
-    check_columns(_arrow_schema(schema, needed), options, None, rows.name)
-    named = None if outputs is None else _parse_outputs(outputs)
-    plan = Prediction(
-        key=uuid.uuid4().hex,
-        functions=_pickled(load=load, collate_fn=collate_fn, checkpoint=checkpoint),
-        modules=_modules(rows.session, load, collate_fn),
-        names=names,
-        columns=inputs if isinstance(inputs, str) else list(inputs),
-        keep=kept,
-        default=named.names[0] if named and len(named) == 1 else DEFAULT_OUTPUT,
-        outputs=pa.schema([]),
-        batch_size=batch_size,
-        device=device,
-        options=options,
-    )
-    named = named or private.spark_schema(rows.described(plan))
-    plan = replace(plan, outputs=private.arrow_schema(named))
-    if taken := sorted(set(named.names) & set(kept)):
-        raise ValueError(
-            f"{taken[0]!r} is an output, and also a column of the rows. Name the outputs otherwise "
-            "(outputs=...), or leave the column out (keep=...)."
-        )
-    return rows, plan, type(named)([*(schema[name] for name in kept), *named])
-
-
 def _arrow_schema(schema: Any, names: set[str]) -> pa.Schema:
     """Return the types of some columns as a task gets them."""
     found: pa.Schema = private.arrow_schema(type(schema)([schema[name] for name in names]))
@@ -278,6 +246,7 @@ class _SparkRows:
         self.session = Session(frame.sparkSession)
         check_not_ended(self.session.spark)
         self.columns: list[str] = frame.columns
+        self.vectors = vectors_of(frame)
 
     def schema(self, names: Sequence[str]) -> Any:
         schema = self._frame.schema
@@ -292,23 +261,16 @@ class _SparkRows:
                 ) from error
         return schema
 
-    def vectors(self) -> frozenset[str]:
-        return vectors_of(self._frame)
-
-    def described(self, plan: Prediction) -> pa.Schema:
-        if self._frame.isStreaming:
+    def planned(self, task: str, plan: Prediction, schema: Any, sample: bool = False) -> Any:
+        """Return what a task makes of the rows, or of the first two."""
+        columns = self._frame.columns
+        rows = numbered(self._frame).select(*(f"c{columns.index(name)}" for name in plan.names))
+        if sample and self._frame.isStreaming:
             raise ValueError(
                 "A streaming DataFrame has no rows yet to find the model's outputs with. Name "
                 "them: outputs='score float'."
             )
-        return _described(_mapped(self.session, self._rows(plan).limit(2), plan, *_DESCRIBE))
-
-    def planned(self, plan: Prediction, schema: StructType) -> Any:
-        return _mapped(self.session, self._rows(plan), plan, _PREDICT, schema)
-
-    def _rows(self, plan: Prediction) -> Any:
-        columns = self._frame.columns
-        return numbered(self._frame).select(*(f"c{columns.index(name)}" for name in plan.names))
+        return _mapped(self.session, rows.limit(2) if sample else rows, plan, task, schema)
 
 
 class _FileRows:
@@ -319,6 +281,7 @@ class _FileRows:
         self.session = Session.require_active()
         self.name = self._groups.name
         self.columns: list[str] = self._groups.schema.names
+        self.vectors = self._groups.vectors
 
     def schema(self, names: Sequence[str]) -> Any:
         """Return columns with the types that ``spark.read.parquet`` reads them as."""
@@ -354,21 +317,14 @@ class _FileRows:
             return pa.timestamp("us", self.session.spark.conf.get("spark.sql.session.timeZone"))
         return kind
 
-    def vectors(self) -> frozenset[str]:
-        return self._groups.vectors
-
-    def described(self, plan: Prediction) -> pa.Schema:
-        first = int(np.flatnonzero(self._groups.chunk_rows)[0])
-        return _described(self._mapped((first, first + 1), 1, plan, *_DESCRIBE))
-
-    def planned(self, plan: Prediction, schema: StructType) -> Any:
-        groups = len(self._groups.chunk_rows)
-        parts = self.session.num_partitions(self._groups.chunk_bytes.sum(), PARTITION_BYTES)
-        return self._mapped((0, groups), parts and min(parts, groups), plan, _PREDICT, schema)
-
-    def _mapped(
-        self, groups: tuple[int, int], parts: int | None, plan: Prediction, task: str, schema: Any
-    ) -> Any:
+    def planned(self, task: str, plan: Prediction, schema: Any, sample: bool = False) -> Any:
+        """Return what a task makes of the rows, or of the first row group that has some."""
+        first, count = 0, len(self._groups.chunk_rows)
+        parts: int | None
+        if sample:
+            first, count, parts = int(np.flatnonzero(self._groups.chunk_rows)[0]), 1, 1
+        elif parts := self.session.num_partitions(self._groups.chunk_bytes.sum(), PARTITION_BYTES):
+            parts = min(parts, count)
         fields = []
         for field in private.arrow_schema(self.schema(plan.names)):
             zone = getattr(self._kind(field.name), "tz", None)
@@ -382,12 +338,12 @@ class _FileRows:
             source=replace(self._groups, schema=pa.schema(fields), use_threads=False),
             options=replace(plan.options, private=own),
         )
-        numbers = self.session.spark.range(*groups, 1, parts)
+        numbers = self.session.spark.range(first, first + count, 1, parts)
         return _mapped(self.session, numbers, plan, task, schema)
 
 
 _PREDICT = "distributor.data.prediction_task:predict_rows"
-_DESCRIBE = "distributor.data.prediction_task:describe_outputs", "schema binary"
+_DESCRIBE = "distributor.data.prediction_task:describe_outputs"
 _LOAD = "distributor.data.prediction_task:load_function"
 
 
@@ -395,8 +351,8 @@ def _mapped(session: Session, frame: Any, plan: Prediction, task: str, schema: A
     return session.map_in_arrow(frame, portable_task(session, task, pickle.dumps(plan)), schema)
 
 
-def _described(frame: Any) -> pa.Schema:
-    row = frame.first()
+def _described(rows: _FileRows | _SparkRows, plan: Prediction) -> pa.Schema:
+    row = rows.planned(_DESCRIBE, plan, "schema binary", sample=True).first()
     if row is None:
         raise ValueError(
             "There are no rows to find the model's outputs with. Name them: outputs='score float'."
@@ -458,7 +414,19 @@ def _modules(session: Session, *functions: Any) -> str | None:
 
 
 def _pickled(**functions: Any) -> bytes:
-    try:
+    with names_unpicklable(functions):
         return code_pickle.dumps([*functions.values()])
-    except Exception as error:
-        raise UnpicklableError(explain_parts(functions) or str(error)) from error
+
+
+@contextlib.contextmanager
+def names_unpicklable(
+    parts: Mapping[str, object], errors: type[Exception] = Exception
+) -> Iterator[None]:
+    """Raise an error that names the part that cannot be pickled, if the block raises one."""
+    try:
+        yield
+    except errors as error:
+        why = explain_parts(parts)
+        if why is None and isinstance(error, UnpicklableError):
+            raise
+        raise UnpicklableError(why or str(error)) from error

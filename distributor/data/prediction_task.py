@@ -38,7 +38,7 @@ from distributor.data.parquet import ParquetSource
 from distributor.data.tensors import TensorOptions, tensor_format
 from distributor.rank.context import move
 from distributor.serialization import code_pickle
-from distributor.spark.executor_modules import modules_from
+from distributor.spark.shipped_files import modules_from
 
 # The first worker loads the model and saves it in the executor's local folder. All map that file,
 # so that its pages, which the kernel may drop and read again, are the tensors. There is no process
@@ -61,7 +61,14 @@ def load_once(key: str, load: Callable[[], T]) -> T:
         return load()
     path = folder / key
     if not path.exists():
-        with _locked(folder / f"{key}.lock"):
+        with (folder / f"{key}.lock").open("w") as lock:
+            lock_exclusively(
+                lock.fileno(),
+                LOADING_SECONDS,
+                f"Another Python worker of this executor on {socket.gethostname()} has been "
+                f"loading the model for more than {LOADING_SECONDS:g} s. If load hangs there, "
+                "the executor's stderr, or a stack of that process, shows where.",
+            )
             if not path.exists():
                 value = load()
                 if not _saved(value, path):
@@ -82,30 +89,15 @@ def _folder() -> Path | None:
     return None
 
 
-class _Settings(NamedTuple):
-    """Settings of torch, which `load` may have changed in its process."""
-
-    num_threads: int
-    matmul_precision: str
-    default_dtype: torch.dtype
-
-    @classmethod
-    def current(cls) -> _Settings:
-        precision = torch.get_float32_matmul_precision()
-        return cls(torch.get_num_threads(), precision, torch.get_default_dtype())
-
-    def apply(self) -> None:
-        torch.set_num_threads(self.num_threads)
-        torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.set_default_dtype(self.default_dtype)
-
-
 def _saved(value: Any, path: Path) -> bool:
     """Save a model for the other workers, or an empty file if they must load it themselves."""
     try:
+        # Settings of torch, which `load` may have changed in this process.
+        precision = torch.get_float32_matmul_precision()
+        settings = torch.get_num_threads(), precision, torch.get_default_dtype()
         with atomic_path(path) as partial:
             torch.save(
-                (value, _Settings.current()),
+                (value, *settings),
                 partial,
                 pickle_module=code_pickle,
                 pickle_protocol=pickle.HIGHEST_PROTOCOL,
@@ -129,8 +121,10 @@ def _saved(value: Any, path: Path) -> bool:
 
 def _mapped(path: Path) -> Any:
     # Pages are copied once a process writes to them.
-    value, settings = torch.load(path, mmap=True, weights_only=False)
-    settings.apply()
+    value, num_threads, precision, dtype = torch.load(path, mmap=True, weights_only=False)
+    torch.set_num_threads(num_threads)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_default_dtype(dtype)
     return value
 
 
@@ -140,19 +134,6 @@ def _remove_oldest(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):  # another worker removes them too
         for path in sorted(files, key=lambda path: path.stat().st_mtime)[:-MAX_FILES]:
             path.unlink()  # workers that have mapped it keep it
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        lock_exclusively(
-            file.fileno(),
-            LOADING_SECONDS,
-            f"Another Python worker of this executor on {socket.gethostname()} has been "
-            f"loading the model for more than {LOADING_SECONDS:g} s. If load hangs there, "
-            "the executor's stderr, or a stack of that process, shows where.",
-        )
-        yield
 
 
 MAX_WAIT_SECONDS = 0.1  # for more rows of a batch
@@ -215,19 +196,15 @@ class Prediction:
 
     def read(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
         """Yield rows of the task, which gets them or the numbers of row groups."""
-        if self.source is None:
+        if (source := self.source) is None:
             for batch in batches:
                 yield pa.Table.from_arrays(batch.columns, list(self.names))
             return
         for batch in batches:
             for chunk in batch.column(0).to_pylist():
-                yield from self.source.read_parts(chunk, self._part_rows(chunk))
-
-    def _part_rows(self, chunk: int) -> int:
-        """Return the rows of a row group that are read at once: the model's batches are full."""
-        assert self.source is not None, "there are row groups"
-        fitting = rows_of_part(self.source.chunk_rows[chunk], self.source.chunk_bytes[chunk])
-        return -(-fitting // self.batch_size) * self.batch_size
+                fitting = rows_of_part(source.chunk_rows[chunk], source.chunk_bytes[chunk])
+                full_batches = -(-fitting // self.batch_size) * self.batch_size
+                yield from source.read_parts(chunk, full_batches)
 
 
 def _joined(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
@@ -235,14 +212,12 @@ def _joined(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     parts: list[pa.Table] = []
     size, began = 0, 0.0
     for table in tables:
-        if parts and time.monotonic() > began + MAX_WAIT_SECONDS:  # they come slowly
-            yield pa.concat_tables(parts)
-            parts, size = [], 0
         if not parts:
             began = time.monotonic()
         parts.append(table)
         size += table.nbytes
-        if size >= PART_BYTES:
+        is_late = time.monotonic() > began + MAX_WAIT_SECONDS  # the tables come slowly
+        if size >= PART_BYTES or is_late:
             yield pa.concat_tables(parts)
             parts, size = [], 0
     if parts:
@@ -315,67 +290,60 @@ class _RowsFailed(RuntimeError):
     """Names the rows for which its cause was raised."""
 
 
-def _explained(error: Exception) -> RuntimeError:
-    """Return an error whose message has the traceback of the user's functions.
+@contextlib.contextmanager
+def _explained_errors() -> Iterator[None]:
+    """Raise errors whose messages have the traceback of the user's functions.
 
     PySpark shows the frames of the error that a task raises, but not those of its cause.
     """
-    summary, cause = f"{type(error).__name__}: {error}", error
-    if isinstance(error, _RowsFailed) and isinstance(error.__cause__, Exception):
-        summary, cause = str(error), error.__cause__
-    return RuntimeError(f"{summary}\n\n{format_users_part(cause)}".rstrip())
+    try:
+        yield
+    except Exception as error:
+        summary, cause = f"{type(error).__name__}: {error}", error
+        if isinstance(error, _RowsFailed) and isinstance(error.__cause__, Exception):
+            summary, cause = str(error), error.__cause__
+        raise RuntimeError(f"{summary}\n\n{format_users_part(cause)}".rstrip()) from None
 
 
-def _explains_errors(task: Callable[..., Iterator[T]]) -> Callable[..., Iterator[T]]:
-    @wraps(task)
-    def generate(*args: Any) -> Iterator[T]:
-        try:
-            yield from task(*args)
-        except Exception as error:
-            raise _explained(error) from None
-
-    return generate
+@contextlib.contextmanager
+def _unpickled(argument: bytes) -> Iterator[Prediction]:
+    with _explained_errors():
+        prediction: Prediction = pickle.loads(argument)
+        with modules_from(prediction.modules):
+            yield prediction
 
 
-@_explains_errors
 def predict_rows(
     argument: bytes, batches: Iterator[pa.RecordBatch], _: str
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a partition with the model's outputs; a task of ``mapInArrow``."""
-    prediction: Prediction = pickle.loads(argument)
-    with modules_from(prediction.modules):
+    with _unpickled(argument) as prediction:
         part, model = _begin(prediction)
         # While the model computes, a thread receives or reads what comes next, and converts it.
         for batch in prefetched(_converted(prediction, batches, part), 1):
             yield _predicted(prediction, model, batch, part)
 
 
-@_explains_errors
 def load_function(argument: bytes, _: Iterator[Any], __: str) -> Iterator[Callable[..., Any]]:
     """Yield the function of `predict_batch_udf`, which the executor has loaded once."""
     key, functions, modules = pickle.loads(argument)
-    with modules_from(modules):
+    with _explained_errors(), modules_from(modules):
         [make_predict_fn] = pickle.loads(functions)
         found = load_once(key, make_predict_fn)
 
     @wraps(found)  # PySpark looks at the parameters
     def predict_fn(*columns: Any) -> Any:
-        try:
-            with modules_from(modules):  # it may import one only when it is called
-                return found(*columns)
-        except Exception as error:
-            raise _explained(error) from None
+        with _explained_errors(), modules_from(modules):  # it may import one when it is called
+            return found(*columns)
 
     yield predict_fn
 
 
-@_explains_errors
 def describe_outputs(
     argument: bytes, batches: Iterator[pa.RecordBatch], _: str
 ) -> Iterator[pa.RecordBatch]:
     """Yield the columns for the model's outputs, as a schema; a task of ``mapInArrow``."""
-    prediction: Prediction = pickle.loads(argument)
-    with modules_from(prediction.modules):
+    with _unpickled(argument) as prediction:
         part, model = _begin(prediction)
         batch = next(_converted(prediction, batches, part), None)
         if batch is None:
@@ -390,8 +358,10 @@ def describe_outputs(
 
 def _begin(prediction: Prediction) -> tuple[int, Model]:
     """Return the number of this task's partition, and the model, loaded if it is not yet."""
+    from pyspark import TaskContext
+
     _freeze_modules()
-    context = _context()
+    context: Any = TaskContext.get()
     device = prediction.device or _device_of(context)
     key = prediction.key, device
     model = _MODELS.pop(key, None) or Model(prediction, device, context.cpus())
@@ -409,14 +379,6 @@ def _freeze_modules() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _context() -> Any:
-    from pyspark import TaskContext
-
-    context = TaskContext.get()
-    assert context is not None, "it runs in a task"
-    return context
 
 
 def _device_of(context: Any) -> str:

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distributor.core.resources import format_bytes
 from distributor.core.text import counted, table_of
-from distributor.data.batches import Batches, pieces_of, read_chunk
-from distributor.data.columns import Ragged as RaggedKind
-from distributor.data.epochs import Epoch, Layout, Order
-from distributor.data.share import (
+from distributor.data.batches import (
+    Batches,
     PassOptions,
-    Progress,
     Share,
+    Source,
     check_bool,
     pass_options,
     whole_number,
 )
-from distributor.data.source import CachedSource, Source
+from distributor.data.epochs import Layout, Progress
 from distributor.data.tensors import (
+    Dtypes,
+    Ragged,
     TensorOptions,
     check_columns,
     collated_format,
     item_format,
+    pinned,
     row_format,
     table_format,
     tensor_format,
@@ -37,20 +36,14 @@ from distributor.data.tensors import (
 from distributor.data.torch_datasets import (
     ShardDataset,
     ShardIterable,
-    keep_shares_whole,
     note_share,
     to_huggingface,
 )
 from distributor.rank.context import device as rank_device
-from distributor.rank.context import move, pin
+from distributor.rank.context import move
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype] | None"
-Ragged: TypeAlias = "RaggedKind | Mapping[str, RaggedKind]"
-# The formats of `DatasetShard.iter_batches`; None is "pyarrow", and "default" is "numpy".
-_BATCH_FORMATS = ("default", "numpy", "pandas", "pyarrow", None)
 
 
 class DatasetShard:
@@ -88,8 +81,7 @@ class DatasetShard:
 
     def __init__(self, source: Source, layout: Layout, rank: int, num_ranks: int) -> None:
         progress = Progress(source.name, layout.num_rows, rank, num_ranks)
-        self._share = Share(source, layout, rank, num_ranks, progress)
-        keep_shares_whole()
+        self._share = Share(source, layout, progress)
         note_share(self._share)
 
     def __repr__(self) -> str:
@@ -147,11 +139,12 @@ class DatasetShard:
         >>> print(shard.stats())
         points: 10 of 10 rows for rank 0 of 1; in all 2 chunks, 160 bytes
         """
-        share, layout = self._share, self._share.layout
+        share, layout, progress = self._share, self._share.layout, self._share.progress
         return (
             f"{share.source.name}: {len(share):,} of {layout.num_rows:,} rows for rank "
-            f"{share.rank} of {share.num_ranks}; in all {counted(len(layout.chunk_rows), 'chunk')},"
-            f" {format_bytes(int(layout.chunk_bytes.sum()))}"
+            f"{progress.rank} of {progress.num_ranks}; in all "
+            f"{counted(len(layout.chunk_rows), 'chunk')}, "
+            f"{format_bytes(int(layout.chunk_bytes.sum()))}"
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -206,12 +199,8 @@ class DatasetShard:
         >>> shard.materialize().count()
         10
         """
-        held = CachedSource(self._share.source, math.inf)
-        for span in self._share.spans(Epoch(0, Order())):
-            for chunk in pieces_of(span)[:, 0].tolist():
-                read_chunk(held, chunk)
         shard = copy.copy(self)
-        shard._share = replace(self._share, source=held)
+        shard._share = self._share.in_memory()
         return shard
 
     def iter_torch_batches(
@@ -303,12 +292,12 @@ class DatasetShard:
         check_bool("pin_memory", pin_memory)
         _check_collate_fn(collate_fn, dtypes, fill)
         target = _checked_device(device)
-        pins = torch.cuda.is_available() and (pin_memory or target.type == "cuda")
-        finish = pin if pins else None
         if collate_fn is None:
-            form = tensor_format(self._tensor_options(dtypes, fill, ragged), finish=finish)
+            form = tensor_format(self._tensor_options(dtypes, fill, ragged))
         else:
-            form = collated_format(collate_fn, self._share.source.vectors, finish)
+            form = collated_format(collate_fn, self._share.source.vectors)
+        if torch.cuda.is_available() and (pin_memory or target.type == "cuda"):
+            form = pinned(form)
         return Batches(partial(_on_device, partial(self._share.read, options, form), target))
 
     def iter_batches(
@@ -363,7 +352,6 @@ shuffle, seed
             local_shuffle_buffer_size=local_shuffle_buffer_size,
             local_shuffle_seed=local_shuffle_seed,
         )
-        _check_batch_format(batch_format)
         form = table_format(batch_format, self._share.source.vectors)
         return Batches(partial(self._share.read, options, form))
 
@@ -558,25 +546,17 @@ def _check_callable(name: str, value: Callable[..., Any] | None) -> None:
 
 def _check_collate_fn(
     collate_fn: Callable[[Any], Any] | None,
-    dtypes: torch.dtype | Mapping[str, torch.dtype] | None,
+    dtypes: Dtypes,
     fill: Any,
 ) -> None:
     """Check that nothing is asked of the conversion to tensors that `collate_fn` replaces."""
     _check_callable("collate_fn", collate_fn)
-    if collate_fn is None:
-        return
     for name, value in (("dtypes", dtypes), ("fill", fill)):
-        if value is not None:
+        if collate_fn is not None and value is not None:
             raise ValueError(
                 f"{name} and collate_fn exclude each other: collate_fn itself converts the NumPy "
                 "arrays that it is called with."
             )
-
-
-def _check_batch_format(batch_format: Any) -> None:
-    if batch_format not in _BATCH_FORMATS:
-        listed = ", ".join(map(repr, _BATCH_FORMATS))
-        raise ValueError(f"batch_format must be one of {listed}, but is {batch_format!r}.")
 
 
 def _checked_device(device: Any) -> torch.device:

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import operator
+import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,24 +15,93 @@ import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    get_worker_info,
+)
 
 from distributor._compat import huggingface
 from distributor._compat import torch as private_torch
 from distributor.core.resources import free_memory
 from distributor.core.text import counted
-from distributor.data.batches import Format, pieces_of, read_chunk
-from distributor.data.epochs import Epoch, Order
-from distributor.data.share import PassOptions, Share, whole_number
-from distributor.data.source import CachedSource, RankShare, is_rank_share, share_description
-from distributor.data.tensors import TensorOptions, items, row_format, table_format
+from distributor.data.batches import (
+    CachedSource,
+    Format,
+    PassOptions,
+    Share,
+    Source,
+    batches_of,
+    converted,
+    read_chunk,
+    whole_number,
+)
+from distributor.data.chunk_file import open_source
+from distributor.data.epochs import Epoch, Order, Span, between
+from distributor.data.tensors import (
+    TensorOptions,
+    is_any,
+    is_array,
+    items,
+    row_format,
+    table_format,
+    tensor_format,
+)
 from distributor.rank.import_hooks import adapt
 
+FIRST = Epoch(0, Order())  # for what is always read from its beginning, in order
 CACHE_BYTES = 256 * 1024 * 1024  # bytes of chunks that a dataset keeps for the next rows
 MAX_WORKERS = 1024  # workers of a data loader that have an epoch of their own
 
 
-class ShardDataset(Dataset[Any], RankShare):
+_OF_THIS_PROCESS = secrets.token_hex(8)  # what another process has saved is no share
+
+
+class RankShare:
+    """A dataset of PyTorch that samplers and data loaders must not divide among the ranks."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        keep_shares_whole()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        keep_shares_whole()
+
+
+def share_description(rows: int) -> str:
+    """Return what marks a dataset of Hugging Face's as a share, of so many rows of all ranks.
+
+    The description is in what ``map``, ``filter``, ``shuffle`` and the like make of it, too.
+    """
+    return f"One rank's share of {rows} rows ({_OF_THIS_PROCESS})"
+
+
+def is_rank_share(dataset: object) -> bool:
+    """Return whether a dataset is one rank's share, or consists of such datasets."""
+    return rows_of_all_ranks(dataset) is not None
+
+
+def rows_of_all_ranks(dataset: object) -> int | None:
+    """Return the rows of all ranks of which a dataset has one rank's share; None if it has not."""
+    match dataset:
+        case RankShare():
+            return dataset.share.layout.num_rows
+        case Subset():
+            return rows_of_all_ranks(dataset.dataset)
+        case ConcatDataset():
+            rows = [rows_of_all_ranks(part) for part in dataset.datasets]
+            return None if None in rows else sum(filter(None, rows))
+    described = getattr(getattr(dataset, "info", None), "description", None)
+    found = re.search(rf"share of (\d+) rows \({_OF_THIS_PROCESS}\)", str(described))
+    return int(found[1]) if found else None
+
+
+class ShardDataset(RankShare, Dataset[Any]):
     """A rank's share as a map-style dataset; `DatasetShard.dataset` documents it."""
 
     def __init__(
@@ -40,14 +110,11 @@ class ShardDataset(Dataset[Any], RankShare):
         options: TensorOptions,
         transform: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
-        self.rows_of_all_ranks = share.layout.num_rows
-        self.share = share
+        super().__init__(share)
         self._source = CachedSource(share.source, CACHE_BYTES)
         self._options, self._transform = options, transform
-        empty = np.empty((0, 3), np.int64)
-        spans = share.spans(Epoch(0, Order()))
-        self._set_pieces(np.concatenate([empty, *map(pieces_of, spans)]))
-        keep_shares_whole()
+        pieces = [span.own_pieces() for span in share.spans(FIRST)]
+        self._set_pieces(np.concatenate([np.empty((0, 3), np.int64), *pieces]))
 
     def of_all_rows(self) -> ShardDataset:
         """Return a dataset whose indices are the numbers of rows in the whole dataset.
@@ -55,8 +122,7 @@ class ShardDataset(Dataset[Any], RankShare):
         Only the rows that ranks of this node may read can be read.
         """
         whole = copy.copy(self)
-        rows = self.share.layout.chunk_rows
-        whole._set_pieces(np.stack([np.arange(len(rows)), np.zeros_like(rows), rows], axis=1))
+        whole._set_pieces(self.share.layout.pieces)
         return whole
 
     def _set_pieces(self, pieces: Any) -> None:
@@ -77,11 +143,8 @@ class ShardDataset(Dataset[Any], RankShare):
         table = self._read(rows[order])
         if (order[1:] < order[:-1]).any():
             table = table.take(pa.array(np.argsort(order)))
-        return items(table, self._options, self._transform)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        keep_shares_whole()
+        found = items(table, self._options)
+        return found if self._transform is None else list(map(self._transform, found))
 
     def _checked(self, index: int) -> int:
         row, length = operator.index(index), len(self)
@@ -92,57 +155,42 @@ class ShardDataset(Dataset[Any], RankShare):
     def _read(self, rows: Any) -> pa.Table:
         """Read rows, whose numbers ascend."""
         at = np.searchsorted(self._ends, rows, side="right")
-        chunks, _, stops = self._pieces[at].T
-        in_chunk = stops - (self._ends[at] - rows)
-        firsts = np.flatnonzero(np.diff(at, prepend=-1))
-        tables = [
-            read_chunk(self._source, int(chunks[part[0]])).take(pa.array(in_chunk[part]))
-            for part in np.split(np.arange(len(rows)), firsts[1:])
-            if len(part)
-        ]
-        return pa.concat_tables(tables or [self._source.schema.empty_table()]).combine_chunks()
+        tables = [self._source.schema.empty_table()]
+        for piece in np.unique(at):
+            chunk, _, stop = self._pieces[piece]
+            in_chunk = stop - (self._ends[piece] - rows[at == piece])
+            tables.append(read_chunk(self._source, int(chunk)).take(pa.array(in_chunk)))
+        return pa.concat_tables(tables).combine_chunks()
 
 
-class ShardIterable(IterableDataset[Any], RankShare):
+class ShardIterable(RankShare, IterableDataset[Any]):
     """A rank's share as an iterable dataset; `DatasetShard.iterable` documents it."""
 
     def __init__(self, share: Share, options: PassOptions, form: Format) -> None:
-        self.rows_of_all_ranks = share.layout.num_rows
-        self._share, self._options, self._form = share, options, form
-        self._batch_size = options.batch_size or 1
+        super().__init__(share)
+        self._options, self._form = options, form
         # Of each worker's next pass. Workers inherit the memory, so that it outlives them.
         epochs = torch.full((MAX_WORKERS,), share.progress.next_epoch, dtype=torch.int64)
         self._epochs = epochs.share_memory_()  # type: ignore[no-untyped-call]
-        keep_shares_whole()
 
     def __len__(self) -> int:
-        rows, size = len(self._share), self._batch_size
+        rows, size = len(self.share), self._options.batch_size or 1
         return rows // size if self._options.drop_last else -(-rows // size)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass; by default it is the one after that of the last pass."""
         epoch = whole_number("epoch", epoch, 0)
-        self._share.progress.set_epoch(epoch)
+        self.share.progress.set_epoch(epoch)
         self._epochs.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         if worker is None:
             # A framework may ask for more batches than it has trained on.
-            return self._share.read(self._options, self._form, counts=False)
-        return self._of_worker(worker.id, worker.num_workers)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        keep_shares_whole()
-
-    def _of_worker(self, worker: int, num_workers: int) -> Iterator[Any]:
-        """Begin a pass over a worker's part."""
-        epoch = Epoch(int(self._epochs[worker]), self._options.order)
-        self._epochs[worker] += 1
-        return self._share.read_part(
-            worker, num_workers, epoch, self._form, self._batch_size, self._options.drop_last
-        )
+            return self.share.read(self._options, self._form, counts=False)
+        epoch = Epoch(int(self._epochs[worker.id]), self._options.order)
+        self._epochs[worker.id] += 1
+        return self.share.read_part(worker.id, worker.num_workers, epoch, self._form, self._options)
 
 
 @functools.cache
@@ -157,7 +205,6 @@ def keep_shares_whole() -> None:
 
 
 PARTS = 16  # of a stream, for the workers of a data loader
-FIRST = Epoch(0, Order())  # every pass is this one: who trains on the rows skips what it had
 _divided: list[tuple[int, str]] = []  # on rank 0, the rows and the name of each share of several
 
 
@@ -177,12 +224,12 @@ def to_huggingface(share: Share, streaming: bool | None) -> Any:
         streaming = size > free_memory() / 4
     if streaming:
         dataset = datasets.IterableDataset.from_generator(
-            functools.partial(_rows, share),
+            functools.partial(_rows, share),  # whoever trains on the rows skips what it had
             features=datasets.Features.from_arrow_schema(share.source.schema),
             gen_kwargs={"parts": list(range(PARTS))},
         )
     else:
-        tables = share.read_part(0, 1, FIRST, table_format(None, frozenset()), None)
+        tables = share.read_part(0, 1, FIRST, table_format(None, frozenset()), PassOptions())
         # Without a fingerprint of its own, all of it would be pickled to make one.
         dataset = datasets.Dataset(
             pa.concat_tables([share.source.schema.empty_table(), *tables]),
@@ -195,7 +242,7 @@ def to_huggingface(share: Share, streaming: bool | None) -> Any:
 
 def _rows(share: Share, parts: list[int]) -> Iterator[dict[str, Any]]:
     for part in parts:
-        yield from share.read_part(part, PARTS, FIRST, row_format(frozenset()), 1)
+        yield from share.read_part(part, PARTS, FIRST, row_format(frozenset()), PassOptions(1))
 
 
 class Repeated(BatchSampler):
@@ -242,8 +289,9 @@ def evened(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def note_share(share: Share) -> None:
-    """Remember a share of several, to recognize its rows in another dataset."""
-    if share.rank == 0 and share.num_ranks > 1 and share.layout.split:
+    """Keep a share whole, and remember it, to recognize its rows in another dataset."""
+    keep_shares_whole()
+    if share.progress.rank == 0 and share.progress.num_ranks > 1 and share.layout.split:
         _divided.append((len(share), share.source.name))
 
 
@@ -264,3 +312,63 @@ def question(dataset: Any, num_processes: int | None) -> None:
         "is not divided again, or pass from_spark(df, split=False) to the run.",
         flush=True,
     )
+
+
+def partition_loader(
+    num_samples: int, batch_size: int, num_workers: int, prefetch_factor: int
+) -> DataLoader[Any]:
+    for name, value, least in (
+        ("num_samples", num_samples, 1),
+        ("batch_size", batch_size, 1),
+        ("num_workers", num_workers, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, but is {value!r}.")
+    if num_workers > 1:
+        raise RuntimeError(
+            f"num_workers is {num_workers}, but the rows of a partition are loaded by at most one "
+            "process: pass 1 or 0. (DatasetShard.iterable() supports several.)"
+        )
+    batches = PartitionBatches(num_samples, batch_size)
+    ahead = prefetch_factor if num_workers else None
+    return DataLoader(batches, batch_size=None, num_workers=num_workers, prefetch_factor=ahead)
+
+
+class PartitionBatches(IterableDataset[list[torch.Tensor]]):
+    """Yields batches of this rank's rows, from the first again after the last one."""
+
+    def __init__(self, num_samples: int, batch_size: int) -> None:
+        self._options = PassOptions(batch_size)
+        self._source, layout, share, num_ranks = open_source(0)
+        self._spans, self._num_samples = layout.plan(FIRST, share, num_ranks), num_samples
+        options = TensorOptions(_dtypes(self._source), vectors=self._source.vectors)
+        self._form = tensor_format(options)
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        parts = converted(self._source, self._passes(), self._form, self._options)
+        return (list(batch.values()) for _, batch in batches_of(parts, self._form))
+
+    def _passes(self) -> Iterator[Span]:
+        left, size = self._num_samples, sum(map(len, self._spans))
+        while size and left > 0:
+            yield from between(self._spans, 0, left)
+            left -= size
+
+
+def _dtypes(source: Source) -> dict[str, torch.dtype]:
+    """Return what PySpark's loader makes of Python's numbers; arrays keep their type."""
+    dtypes = {}
+    for field in source.schema:
+        if field.name in source.vectors:
+            continue
+        kind = field.type
+        value = kind.value_type if is_array(kind) else kind
+        if not is_any(value, "signed_integer", "floating"):
+            raise ValueError(
+                f"get_spark_partition_data_loader does not support the type {kind} of column "
+                f"{field.name!r}. Pass the DataFrame to run: its ranks receive a DatasetShard."
+            )
+        if not is_array(kind):
+            floats = pa.types.is_floating(value)
+            dtypes[field.name] = torch.float64 if floats else torch.int64
+    return dtypes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from distributor.core.cell_errors import ends_at_caller
 from distributor.core.files import absolute
-from distributor.settings.fields import NOT_GIVEN
+from distributor.settings import NOT_GIVEN
 
 if TYPE_CHECKING:
     from distributor.diagnosis.report import Report
@@ -76,7 +76,7 @@ def doctor(
 
     from distributor.diagnosis.examination import examine_cluster, examine_here
     from distributor.diagnosis.report import Wanted
-    from distributor.settings.types import check_bool
+    from distributor.settings import check_bool
     from distributor.spark.session import Session
 
     check_bool("local_mode", local_mode)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from distributor.control.graceful_shutdown import Cancellation
+from distributor.control.waiting import Cancellation
 from distributor.core.addresses import host_name, joined, resolve
 from distributor.core.spelling import Message
 from distributor.core.text import counted
@@ -55,11 +55,10 @@ from distributor.launchers.spark.slots import Slots, why_few_slots
 from distributor.node.agent.network import source_address
 from distributor.node.agent.node_warnings import memory_warnings
 from distributor.screen.messages import shown_from
+from distributor.spark.application import how_to_install, java_here, min_java, problem_of
 from distributor.spark.error_translation import more_slots
-from distributor.spark.executor_resources import EXECUTOR_GPUS, TASK_GPUS
-from distributor.spark.java import how_to_install, java_here, min_java, problem_of
 from distributor.spark.plan import ClusterPlan, assigns_gpus, plan_cluster
-from distributor.spark.session import Session
+from distributor.spark.session import EXECUTOR_GPUS, TASK_GPUS, Session
 from distributor.torch_distributor import TorchDistributor
 
 CONNECT_SECONDS = 3.0
@@ -257,7 +256,7 @@ def cluster_checks(session: Session, wanted: Wanted) -> list[Check]:
     with hub, shared_marker(wanted.storage_path) as (marker, storage):
         spec = RankSpec(
             _backend(wanted),
-            (address.advertised, hub.port),
+            hub.address,
             wanted.storage_path if storage.status is Status.OK else None,
             marker,
         )

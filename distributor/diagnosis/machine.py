@@ -109,17 +109,13 @@ def _torch_versions() -> dict[str, str]:
 def machine_checks(machine: Machine, gpus: int, where: str = HERE) -> list[Check]:
     """Return the checks of a machine whose ranks need so many GPUs."""
     checks = [
-        _python(machine),
+        ok("Python", f"{machine.versions['Python']} at {machine.python}"),
         _torch(machine),
         *_gpus(machine, gpus),
         _shared_memory(machine),
         *_disk(machine),
     ]
     return [replace(check, where=where) for check in checks]
-
-
-def _python(machine: Machine) -> Check:
-    return ok("Python", f"{machine.versions['Python']} at {machine.python}")
 
 
 def _torch(machine: Machine) -> Check:

@@ -10,19 +10,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
+from distributor.core import versions
 from distributor.core.spelling import Spelling
 from distributor.core.text import GRAY, GREEN, RED, counted
 from distributor.run_spec import Settings
-from distributor.settings.fields import complete, setting, setting_fields
-from distributor.settings.types import (
+from distributor.settings import (
     HOST,
     NUMBER,
     PORT,
     PORTS,
     SettingType,
     check_count,
+    complete,
     option,
     optional,
+    setting,
+    setting_fields,
 )
 
 HERE = "this machine"
@@ -178,10 +181,7 @@ def listed(texts: Iterable[str]) -> str:
 
 def hosts_text(hosts: Iterable[str]) -> str:
     """Return hosts as text, the first ones by name."""
-    names = sorted(set(hosts))
-    more = len(names) - MAX_HOSTS
-    shown = ", ".join(names[:MAX_HOSTS])
-    return f"{shown} and {more} more" if more > 0 else shown
+    return versions.listed(set(hosts))
 
 
 # JupyterLab's color of warnings cannot be read on white.

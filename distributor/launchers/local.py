@@ -16,14 +16,13 @@ from distributor.control.run import Attempt, Handle, Launcher, NodeEnded, Run, s
 from distributor.core.addresses import LOOPBACK
 from distributor.core.text import counted
 from distributor.core.versions import pickling_software
-from distributor.environments import prepared_here
 from distributor.node.agent.node_warnings import memory_warnings, node_warnings
 from distributor.node.agent.worker_env import common_environment
 from distributor.node.node import Node, NodeStopped, Provisions
 from distributor.node.process import zygote
-from distributor.node.process.spawner import Interpreter
-from distributor.node.process.supervisor import is_supported
+from distributor.node.process.supervisor import Interpreter, is_supported
 from distributor.node.process.zygote import ZygoteSpec
+from distributor.programs import prepared_here
 from distributor.rank.messages import SECRET_BYTES
 from distributor.screen.messages import warn_if_source_changed
 from distributor.serialization.program import in_file
@@ -85,8 +84,6 @@ class LocalLauncher(Launcher):
                 yield Handle(
                     links=links,
                     num_nodes=1,
-                    ranks_per_node=attempt.num_ranks,
-                    training=self.training(attempt.num_ranks),
                     cancel=lambda: _end(thread, node, links),
                 )
             finally:
@@ -96,7 +93,7 @@ class LocalLauncher(Launcher):
         return {"mode": "local", "nodes": 1, "gpus": len(self.gpus or ())}
 
     def _node(self, attempt: Attempt, deadline: float) -> Node:
-        share = share_of(attempt, 1, attempt.num_ranks, secrets.token_bytes(SECRET_BYTES))
+        share = share_of(attempt, 1, secrets.token_bytes(SECRET_BYTES))
         modules = os.pathsep.join(folders_of(attempt.settings.py_modules))
         left = max(0.0, deadline - time.monotonic())
         return Node(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,7 +21,14 @@ from pyspark.ml.param.shared import (
     HasSeed,
     HasStepSize,
 )
-from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.ml.util import (
+    DefaultParamsReader,
+    DefaultParamsWriter,
+    MLReadable,
+    MLReader,
+    MLWritable,
+    MLWriter,
+)
 from pyspark.sql.types import (
     ArrayType,
     BooleanType,
@@ -32,27 +40,32 @@ from pyspark.sql.types import (
 
 from distributor._compat import pyspark as private
 from distributor.core.spelling import check_names
+from distributor.data.batches import check_bool, whole_number
 from distributor.data.dataframes import from_spark, is_dataframe, vectors_of
-from distributor.data.prediction import predict
-from distributor.data.share import whole_number
+from distributor.data.prediction import names_unpicklable, predict
 from distributor.errors import UnpicklableError
-from distributor.ml.prediction import (
+from distributor.filesystems import native, resolve
+from distributor.ml.training import (
     Meaning,
+    ModuleLoop,
     Predictor,
-    StageReader,
-    StageWriter,
+    Training,
     meaning_for,
     single_number,
 )
-from distributor.ml.training import ModuleLoop, Training
-from distributor.serialization.pickle_diagnostics import explain_parts
-from distributor.settings.types import instance_of, must_be, optional
+from distributor.serialization import code_pickle
+from distributor.settings import instance_of, must_be, optional
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.worker_loop import loop_arguments
 
 _DEFAULTS: dict[str, Any] = {"batchSize": 32, "maxIter": 10, "seed": 0, "config": {}}
 _FOR_TRAINING = ("featuresCol", "labelCol", "batchSize", "maxIter", "stepSize", "seed")
 """The Params that the configuration of a training function has."""
+_FUNCTIONS = ("module", "loss", "optimizer", "train", "predict", "probability")
+_RESOURCES = ("num_processes", "local_mode", "use_gpu")
+"""The arguments of `TorchEstimator` that are no Params, besides `find_unused_parameters`."""
+FILE = "torch.pt"
+"""The file of a saved stage that has the arguments of its constructor that are no Params."""
 _check_function = must_be("a function", callable, TypeError)
 _check_optimizer = must_be(
     "a function of the module's parameters, such as torch.optim.Adam", callable, TypeError
@@ -62,7 +75,6 @@ _check_module = must_be(
     lambda value: isinstance(value, torch.nn.Module) or callable(value),
     TypeError,
 )
-_check_flag = must_be("True or False", instance_of(bool), TypeError)
 _check_column = must_be(
     "the name of one column (pyspark.ml.feature.VectorAssembler joins several)",
     instance_of(str),
@@ -71,6 +83,62 @@ _check_column = must_be(
 _check_trained = must_be("a torch.nn.Module", instance_of(torch.nn.Module), TypeError)
 _check_frame = must_be("a Spark DataFrame", is_dataframe, TypeError)
 _check_config = must_be("a dict of values for JSON", instance_of(Mapping), TypeError)
+
+S = TypeVar("S", bound="MLReadable[Any]")
+
+
+class StageWriter(MLWriter):
+    """Saves the Params of a stage as Spark does, and its parts by torch."""
+
+    def __init__(self, instance: Any) -> None:
+        super().__init__()
+        self.instance = instance
+
+    def saveImpl(self, path: str) -> None:
+        parts = self.instance.parts()
+        file = io.BytesIO()
+        with names_unpicklable(parts):
+            torch.save(parts, file, pickle_module=code_pickle)
+        DefaultParamsWriter.saveMetadata(self.instance, path, _context(self.sparkSession))
+        filesystem, target = _file_in(self.sparkSession, path)
+        with filesystem.open_output_stream(target) as stream:
+            stream.write(file.getbuffer())
+
+
+class StageReader(MLReader[S]):
+    """Loads what a `StageWriter` has saved."""
+
+    def __init__(self, kind: type[S]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def load(self, path: str) -> S:
+        name = f"{self.kind.__module__}.{self.kind.__name__}"
+        context = _context(self.sparkSession)
+        metadata = DefaultParamsReader.loadMetadata(path, context, expectedClassName=name)
+        filesystem, source = _file_in(self.sparkSession, path)
+        with filesystem.open_input_file(source) as file:
+            parts = torch.load(file, map_location="cpu", weights_only=False)
+        instance = self.kind(**parts)
+        private.reset_uid(instance, metadata["uid"])
+        DefaultParamsReader.getAndSetParams(instance, metadata)
+        return instance
+
+
+def _context(spark: Any) -> Any:
+    # PySpark 3.5 reads and writes metadata with the context, which Connect does not have.
+    return spark if private.is_connect_session(spark) else spark.sparkContext
+
+
+def _file_in(spark: Any, path: str) -> tuple[Any, Any]:
+    """Return the file system of a stage's folder, which Spark's configuration chooses, and a file.
+
+    Through Connect it is the one that the path names on this machine.
+    """
+    is_connect = private.is_connect_session(spark)
+    address = path if is_connect else private.qualified(spark.sparkContext, path)
+    filesystem, folder = resolve(address)
+    return filesystem, native(filesystem, f"{folder}/{FILE}")
 
 
 P = TypeVar("P", bound="_Params")
@@ -94,6 +162,11 @@ class _Params(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasMaxIter, HasSeed
     probabilityCol = private.param(
         "probabilityCol", "column name for the probabilities of classes.", TypeConverters.toString
     )
+
+    def _set_params(self, arguments: Mapping[str, Any]) -> None:
+        """Set those of the constructor's arguments that are Params."""
+        values = {name: value for name, value in arguments.items() if self.hasParam(name)}
+        private.set_params(self, _DEFAULTS, values)
 
     def _with(self: P, **values: Any) -> P:
         private.set_params(self, {}, values)
@@ -269,40 +342,20 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
         use_gpu: bool = False,
         **settings: Any,
     ) -> None:
-        _check_settings(settings)
+        arguments = locals()
+        known = set(inspect.signature(TorchEstimator).parameters) - {"settings"}
+        known |= set(inspect.signature(TorchDistributor).parameters)
+        check_names("TorchEstimator()", settings, known)
         _check_column("featuresCol", featuresCol)
         super().__init__()
-        params = {
-            "featuresCol": featuresCol,
-            "labelCol": labelCol,
-            "predictionCol": predictionCol,
-            "probabilityCol": probabilityCol,
-            "batchSize": batchSize,
-            "maxIter": maxIter,
-            "stepSize": stepSize,
-            "seed": seed,
-            "config": config,
-        }
-        private.set_params(self, _DEFAULTS, params)
-        self._functions: dict[str, Any] = {
-            "module": module,
-            "loss": loss,
-            "optimizer": optimizer,
-            "train": train,
-            "predict": predict,
-            "probability": probability,
-        }
+        self._set_params(arguments)
+        self._functions: dict[str, Any] = {name: arguments[name] for name in _FUNCTIONS}
         _check_functions(**self._functions)
-        _check_flag("find_unused_parameters", find_unused_parameters)
+        check_bool("find_unused_parameters", find_unused_parameters)
         if train is not None and find_unused_parameters:
             raise ValueError("find_unused_parameters belongs to module, but train is the argument.")
         self._finds_unused = find_unused_parameters
-        self._settings: dict[str, Any] = {
-            "num_processes": num_processes,
-            "local_mode": local_mode,
-            "use_gpu": use_gpu,
-            **settings,
-        }
+        self._settings = {name: arguments[name] for name in _RESOURCES} | settings
         self._distributor()
 
     def setLabelCol(self, value: str) -> TorchEstimator:
@@ -348,25 +401,18 @@ class TorchEstimator(_Params, Estimator["TorchModel"], MLReadable["TorchEstimato
                 )
             names = (name.replace("`", "``") for name in {features, label.name})
             rows = from_spark(dataset.select(*(f"`{name}`" for name in names)))
-            has_storage = self._settings.get("storage_path") is not None
             train = ModuleLoop(
                 functions["module"],
                 loss,
                 functions["optimizer"],
                 dtypes,
-                has_storage,
+                has_storage=self._settings.get("storage_path") is not None,
                 has_predict=functions["predict"] is not None,
                 find_unused_parameters=self._finds_unused,
             )
-        training = Training(train, self._loop_config())
-        try:
-            run: Callable[..., Any] = self._distributor().run
-            trained = run(training, rows)
-        except UnpicklableError as error:
-            # It may also be what rank 0 has returned.
-            if (message := explain_parts(functions)) is None:
-                raise
-            raise UnpicklableError(message) from error
+        run: Callable[..., Any] = self._distributor().run
+        with names_unpicklable(functions, UnpicklableError):
+            trained = run(Training(train, self._loop_config()), rows)
         model = TorchModel(trained, *meaning)
         private.copy_params(self, model)
         return model
@@ -446,13 +492,7 @@ class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
         batchSize: int = 32,
     ) -> None:
         super().__init__()
-        params = {
-            "featuresCol": featuresCol,
-            "predictionCol": predictionCol,
-            "probabilityCol": probabilityCol,
-            "batchSize": batchSize,
-        }
-        private.set_params(self, _DEFAULTS, params)
+        self._set_params(locals())
         _check_trained("module", module)
         _check_makers(predict, probability)
         self.module = module
@@ -481,7 +521,7 @@ class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
         outputs = StructType().add(prediction, DoubleType())
         if probability is not None:
             outputs.add(probability, VectorUDT())
-        try:
+        with names_unpicklable(self.parts(), UnpicklableError):
             return predict(
                 dataset,
                 partial(Predictor, self.module, self._meaning, prediction, probability),
@@ -490,8 +530,6 @@ class TorchModel(_Params, Model, MLReadable["TorchModel"], MLWritable):
                 batch_size=self.getOrDefault("batchSize"),
                 dtypes=dtypes,
             )
-        except UnpicklableError as error:
-            raise UnpicklableError(explain_parts(self.parts()) or str(error)) from error
 
 
 def _check_makers(predict: Any, probability: Any) -> None:
@@ -536,12 +574,3 @@ def _construction(optimizer: torch.optim.Optimizer) -> str:
     )
     origin = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
     return f"{origin}.{kind.__qualname__}(parameters{values})"
-
-
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    known = {
-        name: None
-        for kind in (TorchEstimator, TorchDistributor)
-        for name in inspect.signature(kind).parameters
-    }
-    check_names("TorchEstimator()", settings, known.keys() - {"settings"})

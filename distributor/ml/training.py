@@ -1,4 +1,4 @@
-"""What the ranks of a `TorchEstimator` run."""
+"""What the ranks of a `TorchEstimator` run, and the module that Spark's Python workers run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from distributor import runtime, train
-from distributor.ml.prediction import meaning_for
+from distributor.serialization.code_search import without_partials
+from distributor.train import TRAIN_DATASET_KEY, get_dataset_shard
 from distributor.train.config import TorchConfig
-from distributor.train.datasets import TRAIN_DATASET_KEY, get_dataset_shard
 from distributor.train.runtime.session import session
 from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.torch import prepare_model
@@ -36,6 +37,117 @@ ADVICE = {
     "as it likes: train=...",
 }
 """What an estimator's user can do, by the advice of the loader that it has no argument for."""
+
+
+def most_likely_class(output: torch.Tensor) -> torch.Tensor:
+    """Return the index of the largest number of each row."""
+    return output.argmax(dim=1)
+
+
+def single_number(output: torch.Tensor) -> torch.Tensor:
+    """Return the module's output, which is the prediction."""
+    return output
+
+
+def is_positive(output: torch.Tensor) -> torch.Tensor:
+    """Return the class, 0 or 1, of a logit."""
+    return output > 0
+
+
+def is_likely(output: torch.Tensor) -> torch.Tensor:
+    """Return the class, 0 or 1, of a probability."""
+    return output > 0.5
+
+
+def softmax(output: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of classes, of which each row has the logits."""
+    return output.softmax(dim=1)
+
+
+def sigmoid_of_both(output: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of the classes 0 and 1, of the logit of class 1."""
+    return torch.stack([(-output).sigmoid(), output.sigmoid()], dim=-1)
+
+
+def both(output: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities of the classes 0 and 1, of that of class 1."""
+    return torch.stack([1 - output, output], dim=-1)
+
+
+class Meaning(NamedTuple):
+    """What the output of a module means, by the loss that has trained it."""
+
+    predict: Callable[[Any], torch.Tensor] = single_number
+    probability: Callable[[Any], torch.Tensor] | None = None
+
+    @property
+    def is_class(self) -> bool:
+        """Whether the targets are indices of classes."""
+        return self.predict is most_likely_class
+
+
+_MEANINGS: dict[Any, Meaning] = {
+    torch.nn.CrossEntropyLoss: Meaning(most_likely_class, softmax),
+    torch.nn.NLLLoss: Meaning(most_likely_class, torch.exp),
+    torch.nn.BCEWithLogitsLoss: Meaning(is_positive, sigmoid_of_both),
+    torch.nn.BCELoss: Meaning(is_likely, both),
+    functional.cross_entropy: Meaning(most_likely_class, softmax),
+    functional.nll_loss: Meaning(most_likely_class, torch.exp),
+    functional.binary_cross_entropy_with_logits: Meaning(is_positive, sigmoid_of_both),
+    functional.binary_cross_entropy: Meaning(is_likely, both),
+}
+
+
+def meaning_for(loss: Any) -> Meaning:
+    """Return what the output of a module means that is trained with a loss function."""
+    loss = without_partials(loss)
+    kinds = [loss] if inspect.isfunction(loss) else type(loss).__mro__
+    return next((_MEANINGS[kind] for kind in kinds if kind in _MEANINGS), Meaning())
+
+
+class Predictor(torch.nn.Module):
+    """A trained module, followed by the functions that make columns of its outputs.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    meaning : Meaning
+        The functions.
+    prediction : str
+        The name of the column of predictions, one number for each row.
+    probability : str or None
+        That of the column of probabilities, a vector for each row.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        meaning: Meaning,
+        prediction: str,
+        probability: str | None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.meaning = meaning
+        self.prediction = prediction
+        self.probability = probability
+
+    def forward(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
+        output, rows = self.module(features), len(features)
+        found = torch.as_tensor(self.meaning.predict(output))
+        if found.numel() != rows:
+            raise ValueError(
+                f"The predictions of {rows} rows have the shape {tuple(found.shape)}, but a "
+                "prediction is one number. Pass a function that makes it of the module's output: "
+                "predict=lambda output: output.argmax(dim=1)."
+            )
+        columns = {self.prediction: found.reshape(rows).double()}
+        if self.probability is not None:
+            assert self.meaning.probability is not None, "the driver has checked it"
+            probabilities = torch.as_tensor(self.meaning.probability(output))
+            columns[self.probability] = probabilities.reshape(rows, -1).double()
+        return columns
 
 
 @dataclass(frozen=True)

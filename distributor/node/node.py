@@ -7,6 +7,7 @@ or on a thread of the driver.
 from __future__ import annotations
 
 import contextlib
+import enum
 import math
 import os
 import queue
@@ -17,42 +18,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Generic, NoReturn, Protocol, TypeVar
+from typing import BinaryIO, NoReturn, Protocol
 
 from distributor.core.addresses import host_name, joined
+from distributor.core.states import StateMachine, Table
 from distributor.core.text import printable
+from distributor.core.threads import MessageQueue
 from distributor.core.versions import Software
 from distributor.errors import DistributorError, ExecutorNotReady, StartTimeout
 from distributor.node.agent.agent import Agent
 from distributor.node.agent.network import listen_for_ranks
 from distributor.node.agent.worker_env import common_environment
-from distributor.node.lifecycle import NodeEvent, NodeLifecycle, NodeState
 from distributor.node.process import zygote
-from distributor.node.process.spawner import Interpreter, StartLimit
 from distributor.node.process.specs import NodeShare
+from distributor.node.process.supervisor import Interpreter, StartLimit
 from distributor.node.process.zygote import ZygoteSpec
 from distributor.policies import AFTER_COLLATERAL_SECONDS, DRIVER_FIRST_SECONDS
 from distributor.serialization.outcome import Failure, Value
-from distributor.wire.messages import (
-    Failed,
-    Idle,
-    NodeDone,
-    NodeFailed,
-    NodeUp,
-    NodeWarning,
-    Output,
-    Preempted,
-    Preparing,
-    RanksStarted,
-    Release,
-    Rendezvous,
-    Source,
-    StackRequest,
-    Stacks,
-    Stop,
-    Subscribed,
-    Unlink,
-)
+from distributor.wire import messages
 from distributor.wire.node_link import NodeLink, NoLink
 
 REACH_SECONDS = 10.0
@@ -61,8 +44,6 @@ RELEASE_SECONDS = 30.0
 """Seconds for which rank 0 serves the store after its work if the link is lost."""
 DEADLINE_SLACK = 15.0
 """Seconds past a deadline in which the driver may enforce it before a node with a link does."""
-
-T = TypeVar("T")
 
 
 class NodeStopped(Exception):
@@ -85,28 +66,54 @@ def as_node_error(error: BaseException | None, host: str) -> DistributorError:
     return DistributorError(f"The node on {host} failed: {text}")
 
 
-class Answer(Generic[T]):
-    """An answer of the driver that a node waits for.
+class NodeState(enum.Enum):
+    """How far a node is."""
 
-    Parameters
-    ----------
-    otherwise : str
-        What to report if it does not come in time.
-    """
+    STARTING = "starting"
+    """The node tries to connect to the driver."""
+    PREPARING = "preparing"
+    """The interpreter and the packages of the ranks are made ready."""
+    RENDEZVOUS = "rendezvous"
+    """The node waits for the other nodes, to learn where rank 0's store listens."""
+    RUNNING = "running"
+    """The agent starts the ranks, and they work."""
+    SERVING = "serving"
+    """The node's ranks have done their work. Rank 0 still serves the rendezvous store."""
+    DELIVERING = "delivering"
+    """All ranks have ended. Their values go to the driver."""
+    DONE = "done"
+    """The values are handed over, and the node has succeeded."""
+    FAILED = "failed"
+    """A rank of this node failed, or the node itself."""
+    STOPPED = "stopped"
+    """The driver has ended the attempt. The node has no cause of its own."""
+    LOST_DRIVER = "lost driver"
+    """The driver is gone or cannot be reached. The node has no cause of its own."""
 
-    def __init__(self, otherwise: str) -> None:
-        self._otherwise = otherwise
-        self._answers: queue.Queue[T | None] = queue.Queue()
 
-    def set(self, message: T | None) -> None:
-        """Receive the answer; None if none can come any more. From any thread."""
-        self._answers.put(message)
+class NodeEvent(enum.Enum):
+    """What changes the state of a node."""
 
-    def wait(self, timeout: float) -> T | None:
-        try:
-            return self._answers.get(timeout=min(max(timeout, 0), threading.TIMEOUT_MAX))
-        except queue.Empty:
-            raise StartTimeout(self._otherwise) from None
+    CONNECTED = "connected"
+    """The node has a link to the driver, or goes on without one."""
+    ENVIRONMENT_READY = "environment ready"
+    """The interpreter of the ranks is ready."""
+    RENDEZVOUS_KNOWN = "rendezvous known"
+    """The address of rank 0's store is known."""
+    WORK_DONE = "work done"
+    """Every rank of the node has done its work."""
+    RANKS_ENDED = "ranks ended"
+    """The processes of all ranks have ended."""
+    VALUES_DELIVERED = "values delivered"
+    """The driver, or the launcher, has all values of the node's ranks."""
+    RANK_FAILED = "rank failed"
+    """A rank of the node failed."""
+    ERROR_RAISED = "error raised"
+    """An exception ends the node: a deadline, a missing requirement, a value that is too large."""
+    STOP_RECEIVED = "stop received"
+    """The driver has sent `Stop`."""
+    DRIVER_LOST = "driver lost"
+    """The driver is known to be gone, or could not be reached for too long."""
 
 
 class Detour(Protocol):
@@ -114,11 +121,11 @@ class Detour(Protocol):
 
     def exchange(
         self,
-        own: Rendezvous | None,
+        own: messages.Rendezvous | None,
         software: Software,
-        warnings: Sequence[NodeWarning],
+        warnings: Sequence[messages.NodeWarning],
         deadline: float,
-    ) -> Rendezvous:
+    ) -> messages.Rendezvous:
         """Exchange the address of rank 0's store with all nodes.
 
         Parameters
@@ -133,7 +140,7 @@ class Detour(Protocol):
             When, by ``time.monotonic``, all nodes must have called this.
         """
 
-    def write(self, rank: int, source: Source, data: bytes) -> None:
+    def write(self, rank: int, source: messages.Source, data: bytes) -> None:
         """Keep what a rank printed or reported."""
 
     def begin_last_barrier(self, then: Callable[[], object]) -> None:
@@ -162,7 +169,7 @@ class Provisions:
     software: Software
     program: BinaryIO
     data: BinaryIO | None = None
-    warnings: tuple[NodeWarning, ...] = ()
+    warnings: tuple[messages.NodeWarning, ...] = ()
 
 
 class Node:
@@ -179,17 +186,16 @@ class Node:
     def __init__(self, share: NodeShare, detour: Detour | None = None) -> None:
         self.share = share
         self._start_deadline = time.monotonic() + share.settings.start_timeout  # near the driver's
-        self.lifecycle = NodeLifecycle(self)
+        self._states = StateMachine(TRANSITIONS, NodeState.STARTING, self)
         self.link: NodeLink = NoLink()
         self._detour = detour
-        self._rendezvous: Answer[Rendezvous] = Answer(
-            "The other nodes did not come up within start_timeout."
-        )
+        self._rendezvous: MessageQueue[messages.Rendezvous | None] = MessageQueue()
         self.took_detour = False
-        self._is_stopped = False
+        self.is_stopped = False  # the driver has ended the run, or is lost
+        self._expects_nothing = threading.Event()  # of the driver: stopped, or without a link
         self._agent: Agent | None = None
         self._early_notices: list[bool] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of the main thread, the link and the lease
 
     def __enter__(self) -> Node:
         return self
@@ -204,9 +210,9 @@ class Node:
         """
         is_own = isinstance(error, Exception) and not isinstance(error, NodeStopped | RanksFailed)
         if error is not None:
-            self.lifecycle.fire(NodeEvent.ERROR_RAISED)
+            self.fire(NodeEvent.ERROR_RAISED)
         if is_sent := is_own and not self.link.lost:
-            self.link.send(NodeFailed(as_node_error(error, self.share.host)))
+            self.link.send(messages.NodeFailed(as_node_error(error, self.share.host)))
         self.link.close()
         if is_sent:
             raise NodeStopped from None
@@ -216,7 +222,16 @@ class Node:
         self.link = link
         if link.lost:
             self.lose_link()
-        self.lifecycle.fire(NodeEvent.CONNECTED)
+        self.fire(NodeEvent.CONNECTED)
+
+    @property
+    def state(self) -> NodeState:
+        return self._states.state
+
+    def fire(self, event: NodeEvent) -> bool:
+        """Change the state as `TRANSITIONS` has it; return False if the state ignores the event."""
+        with self._lock:
+            return self._states.fire(event)
 
     @property
     def _head_start(self) -> float:
@@ -256,14 +271,14 @@ class Node:
             If this node lacks something that its ranks need.
         """
         with provisions as prepared, contextlib.ExitStack() as until_end:
-            self.lifecycle.fire(NodeEvent.ENVIRONMENT_READY)
+            self.fire(NodeEvent.ENVIRONMENT_READY)
             store_socket, own = None, None
             if self.share.node_rank == 0:
                 store_socket = listen_for_ranks(self.share.address, self.share.rank_ports)
                 until_end.enter_context(store_socket)
-                own = Rendezvous(self.share.address, store_socket.getsockname()[1])
+                own = messages.Rendezvous(self.share.address, store_socket.getsockname()[1])
             store = self.join(prepared, own)
-            self.lifecycle.fire(NodeEvent.RENDEZVOUS_KNOWN)
+            self.fire(NodeEvent.RENDEZVOUS_KNOWN)
             if own is None:
                 check_reachable(store)
             env = {**prepared.interpreter.variables, **self.share.env}
@@ -288,12 +303,12 @@ class Node:
                 timeout = math.inf if share.settings.timeout is None else share.settings.timeout
                 outcomes = agent.run(limit.deadline + slack, timeout + slack)
         values = [outcome for outcome in outcomes if isinstance(outcome, Value)]
-        if not self.lifecycle.fire(NodeEvent.RANKS_ENDED):
+        if not self.fire(NodeEvent.RANKS_ENDED):
             for value in values:
                 value.file.close()
             self._end_with([outcome for outcome in outcomes if isinstance(outcome, Failure)])
         delivery = self.link.deliver(values)
-        self.lifecycle.fire(NodeEvent.VALUES_DELIVERED)
+        self.fire(NodeEvent.VALUES_DELIVERED)
         undelivered = [each for each in values if each.rank not in delivery.received]
         return [value for value in undelivered if value.size], delivery.refused
 
@@ -303,16 +318,13 @@ class Node:
             if failures and all(failure.collateral for failure in failures):
                 time.sleep(AFTER_COLLATERAL_SECONDS)  # the node that has the cause may end this one
         else:
-            self.lifecycle.wait_for(lambda: self._is_stopped or self.link.lost, self._head_start)
+            self._expects_nothing.wait(self._head_start)
         self._check_not_ended()
         raise RanksFailed(failures)
 
     # Before the ranks
 
-    def report_preparing(self) -> None:
-        self.link.send(Preparing(self.share.host))
-
-    def join(self, provisions: Provisions, own: Rendezvous | None) -> Rendezvous:
+    def join(self, provisions: Provisions, own: messages.Rendezvous | None) -> messages.Rendezvous:
         """Report on this node; return where rank 0's store listens, as soon as that is known.
 
         Raises
@@ -325,10 +337,14 @@ class Node:
             If the versions of the nodes differ.
         """
         software, warnings = provisions.software, provisions.warnings
-        self.link.send(NodeUp(self.share.host, software, warnings))
+        self.link.send(messages.NodeUp(self.share.host, software, warnings))
         if own:
             self.link.send(own)
-        answer = self._wait_for(self._rendezvous)
+        try:
+            answer = self._rendezvous.get(self._start_deadline - time.monotonic())
+        except queue.Empty:
+            raise StartTimeout("The other nodes did not come up within start_timeout.") from None
+        self._check_not_ended()
         if answer is not None:
             return answer
         if self._detour is None:
@@ -344,53 +360,29 @@ class Node:
             self._agent = agent
             for here in self._early_notices:  # every rank has to count the same number
                 agent.notify_preemption(here)
-        if self.lifecycle.is_ended_by_driver:
+        if self.is_stopped:
             agent.stop()
 
     def _check_not_ended(self) -> None:
         """Raise `NodeStopped` if the driver has ended the run, or is lost."""
-        if self._is_stopped:
+        if self.is_stopped:
             raise NodeStopped
-
-    def _wait_for(self, answer: Answer[T]) -> T | None:
-        found = answer.wait(self._start_deadline - time.monotonic())
-        self._check_not_ended()
-        return found
 
     # What the agent observes
 
-    def on_ranks_started(self) -> None:
-        self.link.send(RanksStarted())
+    def send(self, message: object) -> None:
+        self.link.send(message)
 
     def on_rank_failed(self, failure: Failure) -> None:
-        self.lifecycle.fire(NodeEvent.RANK_FAILED)
-        self.link.send(Failed(failure))
-
-    def on_idle(self, seconds: float) -> None:
-        self.link.send(Idle(seconds))
-
-    def on_stacks(self, stacks: dict[int, str]) -> None:
-        self.link.send(Stacks(stacks))
+        self.fire(NodeEvent.RANK_FAILED)
+        self.link.send(messages.Failed(failure))
 
     def on_work_done(self) -> None:
-        self.lifecycle.fire(NodeEvent.WORK_DONE)
+        self.fire(NodeEvent.WORK_DONE)
 
-    def report_work_done(self) -> None:
-        self.link.send(NodeDone())
-        if self.took_detour and self._detour:
-            self._detour.begin_last_barrier(self._release)
-        elif self.link.lost:
-            self._release_later()
-
-    def on_preemption_subscribed(self) -> None:
-        self.link.send(Subscribed())
-
-    def on_sigterm(self) -> None:
-        self.link.send(Preempted())
-
-    def write(self, rank: int, source: Source, data: bytes) -> None:
+    def write(self, rank: int, source: messages.Source, data: bytes) -> None:
         if not self.link.lost:
-            self.link.send(Output(rank, source, data))
+            self.link.send(messages.Output(rank, source, data))
         elif self._detour:
             self._detour.write(rank, source, data)
 
@@ -401,28 +393,40 @@ class Node:
 
     def receive(self, message: object) -> None:
         """Act on a message of the driver; one of an unknown type is ignored."""
-        if handler := _HANDLERS.get(type(message)):
-            handler(self, message)
+        match message:
+            case messages.Rendezvous():
+                self._rendezvous.put(message)
+            case messages.Unlink():
+                self._rendezvous.put(None)
+            case messages.Stop():
+                self.fire(NodeEvent.STOP_RECEIVED)
+            case messages.StackRequest() if self._agent:
+                self._agent.request_stacks()
+            case messages.StackRequest():
+                self.link.send(messages.Stacks({}))
+            case messages.Preempted():
+                self._notify_preemption(here=self.share.host in message.hosts)
+            case messages.Release():
+                self._release()
 
     def lose_link(self) -> None:
         """Go on without the link, if that is possible."""
         if self._detour is None:
             self.lose_driver("The link to the driver is lost")
             return
-        self._stop_waiting()
-        self.lifecycle.notify()
-        if self.lifecycle.state is NodeState.SERVING and not self.took_detour:
+        self._expect_nothing()
+        if self.state is NodeState.SERVING and not self.took_detour:
             self._release_later()
 
     def lose_driver(self, reason: str) -> None:
         """End the run here, because the driver is gone."""
-        if self.lifecycle.fire(NodeEvent.DRIVER_LOST):
+        if self.fire(NodeEvent.DRIVER_LOST):
             print(f"distributor: {reason}: this node stops its ranks.", file=sys.stderr)
 
     def stop_ranks(self) -> None:
-        self._is_stopped = True
-        self.lifecycle.notify()
-        self._stop_waiting()
+        """Stop the ranks."""
+        self.is_stopped = True
+        self._expect_nothing()
         if self._agent:
             self._agent.stop()
 
@@ -431,25 +435,16 @@ class Node:
         if self._agent:
             self._agent.kill()
 
-    def _on_stop(self, message: Stop) -> None:
-        self.lifecycle.fire(NodeEvent.STOP_RECEIVED)
+    def _expect_nothing(self) -> None:
+        self._expects_nothing.set()
+        self._rendezvous.put(None)
 
-    def _on_stack_request(self, message: StackRequest) -> None:
-        if self._agent:
-            self._agent.request_stacks()
-        else:
-            self.link.send(Stacks({}))
-
-    def _on_preempted(self, message: Preempted) -> None:
-        here = self.share.host in message.hosts
+    def _notify_preemption(self, here: bool) -> None:
         with self._lock:
             if self._agent:
                 self._agent.notify_preemption(here)
             else:
                 self._early_notices.append(here)
-
-    def _on_release(self, message: Release) -> None:
-        self._release()
 
     def _release(self) -> None:
         if self._agent:
@@ -461,18 +456,89 @@ class Node:
         timer.daemon = True
         timer.start()
 
-    def _stop_waiting(self) -> None:
-        self._rendezvous.set(None)
+    # What the node does in its states, as far as `run` does not
+
+    def _prepare(self) -> None:
+        """Report to the driver, if there is a link, and make the environment ready."""
+        self.link.send(messages.Preparing(self.share.host))
+
+    def _join(self) -> None:
+        """Report versions and warnings, and wait for the address of rank 0's store."""
+
+    def _start(self) -> None:
+        """Check that the store can be reached, and start the ranks."""
+
+    def _serve(self) -> None:
+        """Report it, and release rank 0 once all nodes have done so.
+
+        If the link is lost, that is 30 s later.
+        """
+        self.link.send(messages.NodeDone())
+        if self.took_detour and self._detour:
+            self._detour.begin_last_barrier(self._release)
+        elif self.link.lost:
+            self._release_later()
+
+    def _deliver(self) -> None:
+        """Send the values over the link, and the rest as the launcher does."""
+
+    def _finish(self) -> None:
+        """End."""
+
+    def _report_failure(self) -> None:
+        """Report it.
+
+        The driver decides when the other ranks stop, or the node if there is no link.
+        """
+
+    def _fail(self) -> None:
+        """Stop the ranks and raise the error."""
+
+    def _stop_before(self) -> None:
+        """Fail at the rendezvous, before ranks are started."""
+        self.stop_ranks()
 
 
-_HANDLERS: dict[type, Callable[[Node, Any], None]] = {
-    Rendezvous: lambda node, message: node._rendezvous.set(message),
-    Unlink: lambda node, message: node._rendezvous.set(None),
-    Stop: Node._on_stop,
-    StackRequest: Node._on_stack_request,
-    Preempted: Node._on_preempted,
-    Release: Node._on_release,
+_BEFORE_RANKS = (NodeState.STARTING, NodeState.PREPARING, NodeState.RENDEZVOUS)
+_WITH_RANKS = (NodeState.RUNNING, NodeState.SERVING)
+_ENDS = (
+    (NodeEvent.STOP_RECEIVED, NodeState.STOPPED),
+    (NodeEvent.DRIVER_LOST, NodeState.LOST_DRIVER),
+)
+
+TRANSITIONS: Table[NodeState] = {
+    (NodeState.STARTING, NodeEvent.CONNECTED): (NodeState.PREPARING, Node._prepare),
+    (NodeState.PREPARING, NodeEvent.ENVIRONMENT_READY): (NodeState.RENDEZVOUS, Node._join),
+    (NodeState.RENDEZVOUS, NodeEvent.RENDEZVOUS_KNOWN): (NodeState.RUNNING, Node._start),
+    (NodeState.RUNNING, NodeEvent.WORK_DONE): (NodeState.SERVING, Node._serve),
+    (NodeState.SERVING, NodeEvent.RANKS_ENDED): (NodeState.DELIVERING, Node._deliver),
+    (NodeState.DELIVERING, NodeEvent.VALUES_DELIVERED): (NodeState.DONE, Node._finish),
+    (NodeState.RUNNING, NodeEvent.RANK_FAILED): (NodeState.FAILED, Node._report_failure),
+    **{
+        (state, NodeEvent.ERROR_RAISED): (NodeState.FAILED, Node._fail)
+        for state in (*_BEFORE_RANKS, *_WITH_RANKS, NodeState.DELIVERING)
+    },
+    **{
+        (state, event): (next_state, Node._stop_before)
+        for state in _BEFORE_RANKS
+        for event, next_state in _ENDS
+    },
+    **{
+        (state, event): (next_state, Node.stop_ranks)
+        for state in (*_WITH_RANKS, NodeState.FAILED)
+        for event, next_state in _ENDS
+    },
 }
+"""The next state, and what the node does, for each event that a state allows.
+
+All other events are ignored. They come too late to matter: the driver sends `Stop`, or is lost,
+while the node delivers its values, which it then completes without the link; or the environment is
+ready after the driver has ended the run, which the rendezvous then reports.
+
+A lost link is no event of this table, because the run goes on without it. In RENDEZVOUS the
+address is then exchanged through the launcher, in RUNNING output is kept for it, in SERVING rank 0
+is released after a while, and in DELIVERING the launcher carries the values.
+"""
 
 
 def zygote_spec(share: NodeShare, interpreter: Interpreter, owner: int) -> ZygoteSpec | None:
@@ -488,7 +554,7 @@ def zygote_spec(share: NodeShare, interpreter: Interpreter, owner: int) -> Zygot
     )
 
 
-def check_reachable(store: Rendezvous) -> None:
+def check_reachable(store: messages.Rendezvous) -> None:
     """Connect to rank 0's store, because torch would wait half an hour for one it cannot reach.
 
     Raises

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributor.core.addresses import joined
 from distributor.errors import DistributorError
-from distributor.rank.messages import (
-    IGNORES_SIGTERM,
-    SIGTERM_RECEIVED,
-    SUBSCRIBED,
-    Record,
-)
+from distributor.rank import messages
 
 if TYPE_CHECKING:
     import torch
@@ -45,20 +40,20 @@ class PreemptionNotices:
             self._callbacks.append(callback)
             for here in self._notices:
                 callback(here)
-        self._send(SUBSCRIBED)
+        self._send(messages.SUBSCRIBED)
         self._survive_sigterm()
 
     def _survive_sigterm(self) -> None:
         """Take the first SIGTERM as a notice, unless the program has a handler of its own."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._send(IGNORES_SIGTERM)
+            self._send(messages.IGNORES_SIGTERM)
             signal.signal(signal.SIGTERM, self._on_sigterm)
             os.register_at_fork(after_in_child=self._restore_sigterm)
 
     def _on_sigterm(self, *_: object) -> None:
         self._restore_sigterm()
-        self._send(SIGTERM_RECEIVED)
+        self._send(messages.SIGTERM_RECEIVED)
 
     def _restore_sigterm(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
@@ -87,7 +82,7 @@ class WorkerContext:
         self.data: int | None = None  # descriptor of the node's part of the run's datasets
         # Called with a bound method that returns a data loader's position, which each checkpoint
         # then contains, and the loader's name. Returns the position to resume from, or None.
-        self.register_loader: Callable[[Callable[[], Any], str], Any] | None = None
+        self.register_loader: Callable[[Callable[[], Any], str | None], Any] | None = None
         self._progress_file = progress_file  # the agent reads it
         self._final_steps: list[Callable[[], object]] = []
 
@@ -95,10 +90,10 @@ class WorkerContext:
     def is_rank(self) -> bool:
         return self._progress_file is not None
 
-    def send(self, update: Record) -> None:
+    def send(self, update: messages.Record) -> None:
         """Send progress or a report to the driver, at the cost of one small write."""
         if self._progress_file is not None:
-            os.write(self._progress_file, update.to_line())
+            os.write(self._progress_file, messages.line_of(update))
 
     def add_final_step(self, step: Callable[[], object]) -> None:
         """Call `step` once the program has returned; if it raises, the rank has failed."""
@@ -162,9 +157,7 @@ def unsealed(key: str, found: bytes) -> bytes:
 
 
 def _tag(key: str, data: bytes) -> bytes:
-    mac = hmac.new(worker_context().secret, key.encode() + b"\n", "sha256")
-    mac.update(data)
-    return mac.digest()
+    return hmac.digest(worker_context().secret, key.encode() + b"\n" + data, "sha256")
 
 
 def device() -> torch.device:

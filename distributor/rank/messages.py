@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 # Messages of a rank: work begins, and how it ended. The byte after ``EXIT`` is the exit code.
@@ -44,9 +44,6 @@ class Progress:
     metrics: Mapping[str, float] = field(default_factory=dict)
     at: float = field(default_factory=time.time)
 
-    def to_line(self) -> bytes:
-        return json.dumps([self.done, self.total, self.metrics, self.at]).encode() + b"\n"
-
 
 @dataclass(frozen=True)
 class Reported:
@@ -66,9 +63,6 @@ class Reported:
     checkpoint: str | None = None
     preempted: bool = False
 
-    def to_line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
-
 
 @dataclass(frozen=True)
 class Trained:
@@ -82,11 +76,14 @@ class Trained:
 
     has_had_group: bool
 
-    def to_line(self) -> bytes:
-        return json.dumps(self.has_had_group).encode() + b"\n"
-
 
 Record = Progress | Reported | Trained
+_KINDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Progress, Reported, Trained)}
+
+
+def line_of(record: Record) -> bytes:
+    """Return a report as one line of JSON: its kind, and its fields."""
+    return json.dumps([type(record).__name__, vars(record)]).encode() + b"\n"
 
 
 class Reader:
@@ -103,14 +100,9 @@ class Reader:
 
 def _read(line: bytes) -> Record | None:
     try:
-        message = json.loads(line)
-        if isinstance(message, bool):
-            return Trained(message)
-        if isinstance(message, dict):
-            return Reported(**message)
-        done, total, metrics, at = message
-        return Progress(done, total, metrics, at)
-    except (TypeError, ValueError):
+        kind, fields = json.loads(line)
+        return _KINDS[kind](**fields)
+    except (KeyError, TypeError, ValueError):
         return None  # a rank's own code has written into the file
 
 

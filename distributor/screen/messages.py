@@ -6,9 +6,9 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from types import TracebackType
+from typing import TypeVar
 
 from distributor.core.text import printable
 from distributor.core.versions import listed
@@ -16,6 +16,7 @@ from distributor.screen.screen import SCREEN
 from distributor.source import own_spec, state_of
 from distributor.wire.messages import NodeWarning
 
+V = TypeVar("V")
 _shown: set[tuple[str, str]] = set()
 """Hosts and texts that were shown. They usually hold for the next run too and are not repeated."""
 
@@ -86,12 +87,7 @@ class RunLabel:
                     label._is_needed = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         with _lock:
             _active.remove(self)
 
@@ -115,13 +111,17 @@ _receiver: ContextVar[Callable[[str], object] | None] = ContextVar("receiver", d
 
 
 @contextmanager
-def shown_from(level: int) -> Iterator[None]:
-    """Show only messages of this level or above, in this thread and in runs that it starts."""
-    token = _level.set(level)
+def _having(variable: ContextVar[V], value: V) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _level.reset(token)
+        variable.reset(token)
+
+
+def shown_from(level: int) -> AbstractContextManager[None]:
+    """Show only messages of this level or above, in this thread and in runs that it starts."""
+    return _having(_level, level)
 
 
 def shows_notices() -> bool:
@@ -129,14 +129,9 @@ def shows_notices() -> bool:
     return _level.get() <= logging.INFO
 
 
-@contextmanager
-def notices_go_to(receiver: Callable[[str], object]) -> Iterator[None]:
+def notices_go_to(receiver: Callable[[str], object]) -> AbstractContextManager[None]:
     """Pass messages that are no warnings to a function instead of stderr, as in `shown_from`."""
-    token = _receiver.set(receiver)
-    try:
-        yield
-    finally:
-        _receiver.reset(token)
+    return _having(_receiver, receiver)
 
 
 def notify(message: str, logger: str = LOGGER) -> None:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from typing import Protocol
+from typing import Any
 
 from distributor.core.text import (
     BLUE,
@@ -147,30 +147,6 @@ COLORS = {"failed": RED, "finished": GREEN, "running": BLUE}
 """Of the states; others are gray."""
 
 
-class Display(Protocol):
-    """An output of a notebook that is updated in place."""
-
-    def show(self, page: str, text: str) -> None:
-        """Show HTML, or text if the front end shows none."""
-
-
-class NotebookDisplay:
-    """An IPython display, created when it is first shown."""
-
-    def __init__(self) -> None:
-        self._handle: object = None
-
-    def show(self, page: str, text: str) -> None:
-        """Show HTML, or text if the front end shows none."""
-        from IPython.display import display
-
-        data = {"text/html": page, "text/plain": text}
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-        else:
-            self._handle.update(data, raw=True)  # type: ignore[attr-defined]
-
-
 class RunBlock:
     """A run's block below a notebook's cell; a context manager. Elsewhere it shows nothing.
 
@@ -180,23 +156,12 @@ class RunBlock:
         Returns how messages call the run.
     facts : mapping of str to str
         What is known about the run before its start, such as its id, by name.
-    clock : callable
-        Returns monotonic seconds.
-    display : Display
-        Shows the block.
     """
 
-    def __init__(
-        self,
-        name: Callable[[], str],
-        facts: Mapping[str, str],
-        clock: Callable[[], float] = time.monotonic,
-        display: Display | None = None,
-    ) -> None:
+    def __init__(self, name: Callable[[], str], facts: Mapping[str, str]) -> None:
         self._name = name
         self._facts = dict(facts)
-        self._clock = clock
-        self._display = display or NotebookDisplay()
+        self._handle: Any = None  # of the IPython display, once it is shown
         self._began = 0.0
         self._due = 0.0
         self._shown = ""
@@ -208,7 +173,7 @@ class RunBlock:
         self._is_shown = False
 
     def __enter__(self) -> RunBlock:
-        self._began = self._clock()
+        self._began = time.monotonic()
         self._is_shown = kind("stdout") == "notebook" and shows_notices()
         if self._is_shown:
             self._context.enter_context(notices_go_to(self.add_message))
@@ -218,7 +183,7 @@ class RunBlock:
     def __exit__(self, cls: object, error: BaseException | None, trace: object) -> None:
         self._context.close()
         self._state = _state_after(error)
-        self._facts["duration"] = duration(self._clock() - self._began)
+        self._facts["duration"] = duration(time.monotonic() - self._began)
         if self._progress is not None and (hosts := set(self._progress.hosts.values())):
             ranks = counted(self._progress.num_ranks, "rank")
             self._facts["ranks"] = f"{ranks} on {counted(len(hosts), 'host')}"
@@ -249,18 +214,26 @@ class RunBlock:
 
     def tick(self) -> None:
         """Update the block if it is due. Called again and again."""
-        if self._is_shown and self._clock() >= self._due:
+        if self._is_shown and time.monotonic() >= self._due:
             self._show()
 
     def _show(self) -> None:
         if not self._is_shown:
             return
-        self._due = self._clock() + INTERVAL
+        self._due = time.monotonic() + INTERVAL
         page = self._page()
         if page != self._shown:
             self._shown = page
             with suppress(Exception):  # an old IPython, or one whose front end has gone
-                self._display.show(page, self._text())
+                self._update({"text/html": page, "text/plain": self._text()})
+
+    def _update(self, data: dict[str, str]) -> None:
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(data, raw=True)
 
     @property
     def _is_over(self) -> bool:
@@ -277,7 +250,7 @@ class RunBlock:
         color = COLORS.get(self._state, GRAY)
         state = f'<span style="color: {color}">{self._state}</span>'
         if not self._is_over:
-            state += f", {duration(int(self._clock() - self._began))}"
+            state += f", {duration(int(time.monotonic() - self._began))}"
         parts = [f"<div><strong>{escaped(self._name())}</strong>: {state}</div>"]
         if self._progress is not None and self._progress.is_reported:
             share = self._progress.share

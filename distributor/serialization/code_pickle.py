@@ -41,6 +41,7 @@ from distributor._compat.cloudpickle import (
     with_version,
 )
 from distributor.core.module_search import MAIN_MODULES
+from distributor.serialization.code_search import nested_code
 
 _NAME_LOOKUPS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
@@ -53,7 +54,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is types.CodeType:
             return _code_of_file, (obj.co_filename, *self.dispatch_table[kind](obj))
         if kind in _REDUCERS:
-            return _REDUCERS[kind](obj)
+            return NotImplemented if _is_importable(obj) else _REDUCERS[kind](obj)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
             return _reduce_main_global(obj) if kind.__module__ in MAIN_MODULES else reduced
@@ -72,7 +73,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             _VersionPickler(digest, buffer_callback=digest.add).dump(kind)
         except Exception:  # what cannot be compared is always new
             return uuid.uuid4().hex
-        return digest.value()
+        return digest.hash.hexdigest()
 
 
 class _VersionPickler(Pickler):
@@ -87,17 +88,14 @@ class _Digest(io.BytesIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self._hash = hashlib.blake2b(digest_size=16)
+        self.hash = hashlib.blake2b(digest_size=16)
 
     def write(self, data: Any) -> int:
-        self._hash.update(data)
+        self.hash.update(data)
         return memoryview(data).nbytes
 
     def add(self, buffer: pickle.PickleBuffer) -> None:
-        self._hash.update(buffer.raw())
-
-    def value(self) -> str:
-        return self._hash.hexdigest()
+        self.hash.update(buffer.raw())
 
 
 def dumps(obj: object) -> bytes:
@@ -116,13 +114,11 @@ def attribute(namespace: Any, path: str) -> Any:
 
 
 def _names_in_class_bodies(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that class bodies below some code look up in the class, then globally."""
-    for nested in code.co_consts:
-        if isinstance(nested, types.CodeType):
-            yield from _names_in_class_bodies(nested)
-            if not nested.co_flags & inspect.CO_OPTIMIZED:
-                found = dis.get_instructions(nested)
-                yield from (each.argval for each in found if each.opname in _NAME_LOOKUPS)
+    """Yield the names that class bodies inside a function look up in the class, then globally."""
+    for part in nested_code(code):
+        if not part.co_flags & inspect.CO_OPTIMIZED:
+            found = dis.get_instructions(part)
+            yield from (each.argval for each in found if each.opname in _NAME_LOOKUPS)
 
 
 def _code_of_file(
@@ -152,8 +148,8 @@ def _is_importable(obj: Any) -> bool:
     module = getattr(obj, "__module__", None)
     if module in MAIN_MODULES or module in cloudpickle.list_registry_pickle_by_value():
         return False
-    name = str(getattr(obj, "__qualname__", None) or obj.__name__)
-    return attribute(sys.modules.get(module or ""), name) is obj
+    name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", "")
+    return attribute(sys.modules.get(module or ""), str(name)) is obj
 
 
 def _reduce_main_global(obj: Any) -> Any:
@@ -178,8 +174,6 @@ def _own_global(module: str, name: str, kind: Any, state: dict[str, Any]) -> Any
 
 
 def _reduce_cache(cache: Any) -> Any:
-    if _is_importable(cache):
-        return NotImplemented
     state = {k: v for k, v in vars(cache).items() if k not in ("__wrapped__", "cache_parameters")}
     return _cached, (cache.__wrapped__, cache.cache_parameters()), state
 
@@ -216,18 +210,10 @@ def _set_single_dispatch(function: Any, state: tuple[dict[type, Any], dict[str, 
 
 def _by_value(kind: Any, *names: str) -> Callable[[Any], Any]:
     """Return a reducer to a call of `kind` with these attributes."""
-
-    def reduce(obj: Any) -> Any:
-        if _is_importable(obj):
-            return NotImplemented
-        return kind, tuple(getattr(obj, name) for name in names)
-
-    return reduce
+    return lambda obj: (kind, tuple(getattr(obj, name) for name in names))
 
 
 def _reduce_alias_type(alias: Any) -> Any:
-    if _is_importable(alias):
-        return NotImplemented
     kind: Any = type(alias)
     make = functools.partial(kind, type_params=alias.__type_params__)
     return make, (alias.__name__, alias.__value__)

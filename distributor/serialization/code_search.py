@@ -6,18 +6,39 @@ import ast
 import contextlib
 import dis
 import functools
+import os
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
+
+_parsing = threading.Lock()
+"""Python 3.11 counts the depth of all threads' syntax trees as one: SystemError if it differs."""
+
+
+def _renew_lock() -> None:
+    global _parsing
+    _parsing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # another thread of the parent may have it
 
 
 def imports_in_source(source: str | bytes) -> frozenset[str]:
     """Return what a file imports anywhere by full names; nothing if it is invalid Python."""
     try:
-        tree = ast.parse(source)
+        with _parsing:
+            tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return frozenset()
-    return frozenset(_imported_names(tree))
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(names)
 
 
 def imports_in_code(code: types.CodeType) -> Iterator[str]:
@@ -32,11 +53,16 @@ def imports_in_code(code: types.CodeType) -> Iterator[str]:
                 yield f"{module}.{instruction.argval}"
 
 
-def imports_of(function: Any) -> Iterator[str]:
-    """Yield what the code of a function imports; nothing of other objects."""
+def without_partials(function: Any) -> Any:
+    """Return the function that partial functions of it call."""
     while isinstance(function, functools.partial):
         function = function.func
-    code = getattr(function, "__code__", None)
+    return function
+
+
+def imports_of(function: Any) -> Iterator[str]:
+    """Yield what the code of a function imports; nothing of other objects."""
+    code = getattr(without_partials(function), "__code__", None)
     if isinstance(code, types.CodeType):
         yield from imports_in_code(code)
 
@@ -47,15 +73,6 @@ def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from nested_code(constant)
-
-
-def _imported_names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 COLLECTIONS = (dict, list, tuple, set, frozenset)

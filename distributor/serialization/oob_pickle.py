@@ -23,14 +23,8 @@ from collections.abc import Iterator, Sequence
 from types import FunctionType
 from typing import Any, BinaryIO
 
-from distributor._compat.torch import (
-    is_rebuilder_of_bytes,
-    is_typed_storage,
-    rebuild_tensor_of_bytes,
-    typed_storage,
-    untyped_storage,
-)
-from distributor.core.linux import lacking_for_memory_files
+from distributor._compat import torch as private
+from distributor.core.processes import lacking_for_memory_files
 from distributor.serialization import code_pickle
 
 PROTOCOL = 5
@@ -40,7 +34,7 @@ ALIGNMENT = 64
 _PLACE = struct.Struct("<QQ")
 _TRAILER = struct.Struct("<Q8s")
 _MAGIC = b"parcel 1"
-_REBUILDER = f"{rebuild_tensor_of_bytes.__module__}:{rebuild_tensor_of_bytes.__name__}"
+_REBUILDER = f"{private.__name__}:{private.rebuild_tensor_of_bytes.__name__}"
 
 
 def anonymous_file() -> BinaryIO:
@@ -77,21 +71,21 @@ class Pickler(code_pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__module__ == "torch.storage" and (reduced := self._reduce_storage(obj)):
             return reduced
-        if type(obj) is FunctionType and is_rebuilder_of_bytes(obj):
+        if type(obj) is FunctionType and private.is_rebuilder_of_bytes(obj):
             return pkgutil.resolve_name, (_REBUILDER,)
         return super().reducer_override(obj)
 
     def _reduce_storage(self, obj: Any) -> tuple[Any, ...] | None:
         """Reduce a storage in CPU or CUDA memory to a buffer; None leaves others to torch."""
-        is_typed = is_typed_storage(obj)
-        storage = untyped_storage(obj) if is_typed else obj
+        is_typed = private.is_typed_storage(obj)
+        storage = private.untyped_storage(obj) if is_typed else obj
         address, size = storage.data_ptr(), storage.nbytes()
         if storage.device.type not in ("cpu", "cuda") or (size and not address):
             return None
         if size:  # storages of one memory may be several objects: the pickle must see one
             storage = self._storages.setdefault((address, size), storage)
         if is_typed:
-            return typed_storage, (storage, obj.dtype)
+            return private.typed_storage, (storage, obj.dtype)
         if storage is not obj:
             return _itself, (storage,)
         if not size:

@@ -170,10 +170,9 @@ def _cut(text: str) -> str:
     return f"{text[:half]}\n... {left_out} characters left out ...\n{text[-half:]}"
 
 
-def death(
-    origin: Origin, *, exit_code: int | None = None, signum: int | None = None, tail: str = ""
-) -> Failure:
-    """Describe a rank that ended without recording an outcome."""
+def death(origin: Origin, returncode: int, tail: str = "") -> Failure:
+    """Describe a rank that ended without recording an outcome, by its exit code or minus signal."""
+    exit_code, signum = (None, -returncode) if returncode < 0 else (returncode, None)
     how = f"was killed by {_signal_name(signum)}" if signum else f"exited with code {exit_code}"
     hint = _hint(signum)
     output = f"Its last output:\n{tail}" if tail else "It printed nothing."
@@ -270,7 +269,4 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _signal_name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
+    return next((each.name for each in signal.Signals if each == signum), f"signal {signum}")

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributor.serialization import oob_pickle
-from distributor.serialization.code_search import COLLECTIONS, captured, plain_items
+from distributor.serialization.code_search import (
+    COLLECTIONS,
+    captured,
+    plain_items,
+    without_partials,
+)
 
 _MAX_DEPTH = 6
 _ADVICE = "Create it inside the function, or pass what it is made from as an argument."
@@ -22,8 +27,7 @@ _SPARK_ADVICE = (
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return a callable's name; a partial has its function's, an instance its class's."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = without_partials(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
 

@@ -11,7 +11,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -61,18 +61,24 @@ class PickledCall:
         self, main: dict[str, Any] | None = None
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Return the function, its positional and its keyword arguments."""
-        namespace = {} if main is None else main
-        own = _own_names(namespace)
-        unpickler = self._load_main(self.payload, namespace)
-        function, args, kwargs = unpickler.load()
-        namespace.update(own)
+        if main is None:  # the driver, which has its sources
+            namespace = {}
+        else:
+            namespace = main
+            self._add_sources()
+        with _own_names_kept(namespace):
+            function, args, kwargs = self._load_main(self.payload, namespace).load()
         return function, args, kwargs
 
     def load_main(self, namespace: dict[str, Any]) -> None:
         """Fill the namespace of a main module with what the call needs of the driver's."""
-        own = _own_names(namespace)
-        self._load_main(memoryview(self.payload)[: self.main_size], namespace)
-        namespace.update(own)
+        self._add_sources()
+        with _own_names_kept(namespace):
+            self._load_main(memoryview(self.payload)[: self.main_size], namespace)
+
+    def _add_sources(self) -> None:
+        for filename, lines in self.sources.items():
+            add_source_lines(filename, lines)
 
     def _load_main(self, payload: Any, namespace: dict[str, Any]) -> _CallUnpickler:
         unpickler = _CallUnpickler(io.BytesIO(payload), self.buffers, namespace)
@@ -97,10 +103,10 @@ def dump_call(
         pickler = None
         with suppress(Exception):  # a class that cannot be pickled, though its objects can
             likely = _parts_of_main(function, *args, *kwargs.values())
-            pickler = _CallPickler.dump_parts(likely, call)
-        pickler = pickler or _CallPickler.dump_parts((), call)
+            pickler = _CallPickler(likely, call)
+        pickler = pickler or _CallPickler((), call)
         if pickler.late:
-            pickler = _CallPickler.dump_parts(pickler.names.values(), call)
+            pickler = _CallPickler(pickler.names.values(), call)
     except Exception as error:
         raise UnpicklableError(explain_call(function, args, kwargs, error)) from error
     return pickler.pickled()
@@ -123,10 +129,10 @@ def dump_exception(error: BaseException) -> bytes | None:
     """Pickle an exception, or return None if it would not load with its type and arguments."""
     if not isinstance(error, Exception):
         return None  # a rank's KeyboardInterrupt must not look like the driver's
-    for form in (error, _Rebuilt.of(error)):
+    for form in (error, _Rebuilt(error)):
         try:
             pickled = oob_pickle.dumps(form)
-            loaded = _exception_in(pickle.loads(pickled))
+            loaded = pickle.loads(pickled)
             same = type(loaded) is type(error) and _text_of(loaded.args) == _text_of(error.args)
             if same and len(pickled) <= MAX_EXCEPTION:
                 return pickled
@@ -143,49 +149,30 @@ def _text_of(args: tuple[Any, ...]) -> str:
 def load_exception(pickled: bytes) -> BaseException | None:
     """Load an exception; None if this process cannot, for example without its module."""
     try:
-        return _exception_in(pickle.loads(pickled))
+        error = pickle.loads(pickled)
     except Exception:
         return None
+    return error if isinstance(error, BaseException) else None
 
 
-@dataclass(frozen=True)
 class _Rebuilt:
-    """An exception whose own pickling fails: its type, arguments and picklable attributes."""
+    """Pickles an exception whose own pickling fails: type, arguments and picklable attributes."""
 
-    kind: type[BaseException]
-    args: tuple[Any, ...]
-    state: dict[str, Any]
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
 
-    @classmethod
-    def of(cls, error: BaseException) -> _Rebuilt:
-        state = {k: v for k, v in vars(error).items() if not find_unpicklable(k, v)}
-        return cls(type(error), error.args, state)
-
-    def build(self) -> BaseException:
-        error = self.kind.__new__(self.kind, *self.args)
-        BaseException.__setattr__(error, "args", self.args)  # the user's class may forbid it
-        error.__dict__.update(self.state)
-        return error
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {k: v for k, v in vars(self._error).items() if not find_unpicklable(k, v)}
+        return _rebuild, (type(self._error), self._error.args, state)
 
 
-def _exception_in(loaded: Any) -> BaseException:
-    error = loaded.build() if isinstance(loaded, _Rebuilt) else loaded
-    assert isinstance(error, BaseException)
+def _rebuild(
+    kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
+) -> BaseException:
+    error = kind.__new__(kind, *args)
+    BaseException.__setattr__(error, "args", args)  # the user's class may forbid it
+    error.__dict__.update(state)
     return error
-
-
-class _RankPickler(oob_pickle.Pickler):
-    """Pickles a call for ranks, without the driver's view of the processes.
-
-    Objects of training frameworks that were made on the driver know of one process: a rank that
-    used them would train alone, without a word. Arguments are made anew in each rank; of other
-    objects, which do not keep what they were made from, several ranks are refused.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        if reduce := _reducer_of(type(obj)):  # type: ignore[arg-type]  # it is hashable
-            return reduce(obj)
-        return super().reducer_override(obj)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -312,38 +299,35 @@ _REDUCERS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 }
 
 
-class _CallPickler(_RankPickler):
-    """A pickler that collects what it pickles from the main module, and facts about functions."""
+class _CallPickler(oob_pickle.Pickler):
+    """Pickles a call; collects what it pickles of the main module, and facts about functions.
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
+    It leaves out the driver's view of the processes. Objects of training frameworks that were made
+    on the driver know of one process: a rank that used them would train alone, without a word.
+    Arguments are made anew in each rank; of other objects, which do not keep what they were made
+    from, several ranks are refused.
+
+    ``late`` says whether the call has parts of the main module that are not among those given.
+    """
+
+    def __init__(self, of_main: Iterable[Any], call: Any) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file)
         self.sources: dict[str, list[str]] = {}
         self.imports: set[str] = set()
         self.names: dict[str, Any] = {}
-        self.late = False
-        self.main_size = 0
-        self._file = file
         self._main = sys.modules["__main__"]
         self._namespace = _MainNamespace(
             {k: v for k, v in vars(self._main).items() if k in ("__file__", "__package__")}
         )
         self._annotations: set[str] = set()
-
-    @classmethod
-    def dump_parts(cls, of_main: Iterable[Any], call: Any) -> _CallPickler:
-        """Pickle these parts of the main module, their names, and the call.
-
-        Afterwards, ``late`` says whether the call has other parts of the main module.
-        """
-        pickler = cls(io.BytesIO())
-        pickler.dump((pickler._namespace, tuple(of_main)))
-        hints = pickler._find_annotations()
-        pickler.dump((dict(pickler.names), hints))
-        pickler.main_size = pickler._file.tell()
-        known = len(pickler.names)
-        pickler.dump(call)
-        pickler.late = len(pickler.names) > known
-        return pickler
+        self.dump((self._namespace, tuple(of_main)))
+        hints = self._find_annotations()
+        self.dump((dict(self.names), hints))
+        self.main_size = self._file.tell()
+        known = len(self.names)
+        self.dump(call)
+        self.late = len(self.names) > known
 
     def pickled(self) -> PickledCall:
         payload = self._file.getvalue()
@@ -364,7 +348,8 @@ class _CallPickler(_RankPickler):
                 self.sources[filename] = linecache.getlines(filename, obj.__globals__)
             if self._is_of_main(obj.__globals__):
                 use_as_globals(self, obj.__globals__, self._namespace)
-        reduced = super().reducer_override(obj)
+        reduce = _reducer_of(type(obj))  # type: ignore[arg-type]  # it is hashable
+        reduced = reduce(obj) if reduce else super().reducer_override(obj)
         if reduced is not NotImplemented and getattr(obj, "__module__", None) in MAIN_MODULES:
             self._collect(obj)
         return reduced
@@ -426,9 +411,12 @@ def _main_namespace() -> dict[str, Any]:
     raise RuntimeError("only a _CallUnpickler knows it")
 
 
-def _own_names(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names of a main module that must not become those of the driver's."""
-    return {name: namespace[name] for name in ("__name__", "__spec__") if name in namespace}
+@contextmanager
+def _own_names_kept(namespace: dict[str, Any]) -> Iterator[None]:
+    """Keep the names of a main module that must not become those of the driver's."""
+    own = {k: v for k, v in namespace.items() if k in ("__name__", "__spec__")}
+    yield
+    namespace.update(own)
 
 
 def _parts_of_main(*objects: Any) -> Iterator[Any]:
@@ -451,9 +439,3 @@ def _can_pickle(obj: Any) -> bool:
     except Exception:
         return False
     return True
-
-
-def install_sources(sources: Mapping[str, list[str]]) -> None:
-    """Make source lines that were sent with a call visible to `traceback` and `inspect`."""
-    for filename, lines in sources.items():
-        add_source_lines(filename, lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,14 +27,19 @@ Argument = str | FileArgument
 
 
 @dataclass(frozen=True)
-class Call:
+class _Program:
+    name: str  # for messages
+    _: KW_ONLY
+    args: tuple[Argument, ...] = ()  # what the program sees in sys.argv
+    begins_with: str = ""  # a function to call first: "package.module:function"
+    located: tuple[Location, ...] = ()  # modules that local ranks do not find by sys.path
+
+
+@dataclass(frozen=True)
+class Call(_Program):
     """A function with its arguments."""
 
-    name: str  # for messages
     call: PickledCall
-    begins_with: str = ""  # a function to call first: "package.module:function"
-    args: tuple[Argument, ...] = ()  # what the function sees in sys.argv
-    located: tuple[Location, ...] = ()  # modules that local ranks do not find by sys.path
 
     @property
     def size(self) -> int:
@@ -51,15 +56,11 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Script:
+class Script(_Program):
     """A Python file with its command-line arguments."""
 
-    name: str
     path: str  # absolute
-    args: tuple[Argument, ...]
     source: bytes  # for nodes that do not have the file
-    begins_with: str = ""
-    located: tuple[Location, ...] = ()
 
     @property
     def folder(self) -> str:
@@ -81,14 +82,10 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Module:
+class Module(_Program):
     """A Python module with its command-line arguments, run as ``python -m`` runs it."""
 
-    name: str
     folder: str  # that the driver searches first; empty on nodes, which receive its files
-    args: tuple[Argument, ...] = ()
-    begins_with: str = ""
-    located: tuple[Location, ...] = ()
 
     @property
     def size(self) -> int:

@@ -1,29 +1,111 @@
-"""Starts a Spark application for the command line."""
+"""The Spark application of this process: how it starts, what it shows, and how it ends."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib import metadata
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 from distributor._compat import pyspark as private
+from distributor._compat.cpython import future_warning_ignored
 from distributor._compat.pyspark import TOO_MANY_EXECUTOR_FAILURES
+from distributor.core.threads import in_background
 from distributor.core.versions import require_spark
 from distributor.errors import ApplicationEnded, DistributorError, NodeLost
 from distributor.screen.messages import notify
-from distributor.spark.java import why_no_java
-from distributor.spark.log_quieting import no_warning
+
+# The Java that Spark runs on
+
+JAVA_SECONDS = 20.0
+"""Seconds for ``java -version``."""
+
+
+def java_here() -> tuple[str, str]:
+    """Return the path and the version of the Java that Spark would start here, empty if none."""
+    home = os.environ.get("JAVA_HOME")
+    path = f"{home}/bin/java" if home else shutil.which("java")
+    return (path, java_version(path)) if path else ("", "")
+
+
+def java_version(path: str) -> str:
+    """Return the version of a Java, such as "17.0.15"; empty if it cannot be run."""
+    release = Path(os.path.realpath(path)).parent.parent / "release"
+    with suppress(OSError):
+        if found := re.search(r'^JAVA_VERSION="(.*)"', release.read_text(), re.MULTILINE):
+            return found.group(1)
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [path, "-version"], capture_output=True, text=True, timeout=JAVA_SECONDS
+        )
+        if found := re.search(r'version "(.*?)"', done.stderr + done.stdout):
+            return found.group(1)
+    return ""
+
+
+def min_java() -> int:
+    """Return the oldest Java on which the installed PySpark runs."""
+    try:
+        return 17 if int(metadata.version("pyspark").split(".")[0]) >= 4 else 8
+    except metadata.PackageNotFoundError:
+        return 8
+
+
+def java_major(version: str) -> int:
+    """Return the major version of a Java: 17 for "17.0.15", 8 for "1.8.0_392"."""
+    numbers = [int(number) for number in re.findall(r"\d+", version)] or [0]
+    return numbers[1] if numbers[0] == 1 and len(numbers) > 1 else numbers[0]
+
+
+def problem_of(path: str, version: str, least: int) -> str:
+    """Return why Spark cannot run on a Java; empty if it can.
+
+    Parameters
+    ----------
+    path, version : str
+        The Java, and its version; empty if there is none.
+    least : int
+        The oldest major version that Spark runs on.
+    """
+    if not path:
+        return "There is no Java: JAVA_HOME is unset, and PATH has none."
+    if not version:
+        return f"{path} does not run, or reports no version."
+    if java_major(version) < least:
+        return f"Java {version} at {path} is too old for Spark."
+    return ""
+
+
+def how_to_install(least: int) -> str:
+    """Return what to do without a Java that is new enough."""
+    return (
+        f"Install Java {least} or later (Debian and Ubuntu: apt-get install "
+        f"openjdk-{max(least, 17)}-jre-headless; Fedora: dnf install "
+        f"java-{max(least, 17)}-openjdk-headless; macOS: brew install openjdk@{max(least, 17)}), "
+        "and set JAVA_HOME to it or put its java on PATH."
+    )
+
+
+def why_no_java() -> str:
+    """Return why Spark cannot start here, and what to do; empty if it can."""
+    least = min_java()
+    if problem := problem_of(*java_here(), least):
+        return f"Spark needs Java {least} or later. {problem} {how_to_install(least)}"
+    return ""
+
+
+# The start, for the command line
 
 MASTERS = (
     r"local(\[([1-9]\d*|\*)(,\s*[1-9]\d*)?\])?",
@@ -93,21 +175,20 @@ def _default_logging() -> Iterator[None]:
 
     home = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
     folder = Path(os.environ.get("SPARK_CONF_DIR") or home / "conf")
-    options = os.environ.get(JVM_OPTIONS)
-    if "log4j" in (options or "") or any(folder.glob("log4j2*")):
+    options = os.environ.get(JVM_OPTIONS, "")
+    if "log4j" in options or any(folder.glob("log4j2*")):
         yield
         return
     with NamedTemporaryFile("w", prefix="log4j2-", suffix=".properties") as file:
         file.write(LOGGING)
         file.flush()
         option = f'"-Dlog4j2.configurationFile={file.name}"'
-        os.environ[JVM_OPTIONS] = f"{options} {option}" if options else option
+        os.environ[JVM_OPTIONS] = f"{options} {option}".lstrip()
         try:
             yield
         finally:
-            if options is None:
-                del os.environ[JVM_OPTIONS]
-            else:
+            del os.environ[JVM_OPTIONS]
+            if options:
                 os.environ[JVM_OPTIONS] = options
 
 
@@ -185,6 +266,49 @@ def _check_driver_python(conf: Mapping[str, str]) -> None:
         )
 
 
+# What Spark and PySpark show while a run lasts
+
+BAR_SECONDS = 0.2
+"""Seconds between two removals of Spark's progress bar: each job that ends lets it return."""
+HIDDEN_SECONDS = 30.0
+"""Seconds that Spark's progress bar stays away if this process is too busy to remove it again."""
+
+
+@contextmanager
+def no_progress_bar(session: Any) -> Iterator[None]:
+    """Hide Spark's progress bar again and again: it cannot be switched off while Spark runs."""
+    bar = None
+    with suppress(Exception):  # another version of Spark may draw it in another way
+        bar = None if session.is_connect else private.progress_bar(session.spark.sparkContext)
+    if bar is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def hide() -> None:
+        with suppress(Exception):  # Spark may have stopped
+            while not ended.wait(BAR_SECONDS):
+                bar.hide(HIDDEN_SECONDS)
+
+    bar.hide(HIDDEN_SECONDS)
+    thread = threading.Thread(target=hide, name="spark-progress-bar", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with suppress(Exception):
+            bar.show()
+
+
+def no_warning() -> AbstractContextManager[None]:
+    """Ignore the warning that PySpark issues for a call in this context, on this thread alone."""
+    return future_warning_ignored(private.PANDAS_WARNING)
+
+
+# The end
+
 NOTICE_SECONDS = 2.0
 """Seconds in which Spark notices that the cluster manager has ended an application."""
 POLL_SECONDS = 0.2
@@ -214,7 +338,7 @@ def check_not_ended(spark: Any) -> None:
         raise ApplicationEnded(end)
 
 
-@contextlib.contextmanager
+@contextmanager
 def end_explained(spark: Any, *, is_last: bool = False) -> Iterator[None]:
     """Raise `ApplicationEnded` in place of the errors that the end of the application causes."""
     try:
@@ -270,18 +394,10 @@ def _yarn_end(context: Any) -> str:
 
 def _end_of_server(spark: Any) -> str | None:
     """Return that the Connect server does not serve a session any more; None if it does."""
-    answer: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            spark.conf.get("spark.app.id")
-            answer.put(None)
-        except Exception as error:
-            reason = f"The Spark Connect server no longer serves this session: {error}."
-            answer.put(f"{reason} {NEXT} {RESTART}")
-
-    threading.Thread(target=ask, name="spark-connect-check", daemon=True).start()
-    try:
-        return answer.get(timeout=ANSWER_SECONDS)
-    except queue.Empty:
+    asked = in_background(lambda: spark.conf.get("spark.app.id"), "spark-connect-check")
+    wait([asked], ANSWER_SECONDS)
+    if not asked.done():
         return NO_ANSWER
+    if error := asked.exception():
+        return f"The Spark Connect server no longer serves this session: {error}. {NEXT} {RESTART}"
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from distributor._compat import pyspark as spark_texts
 from distributor.core.text import counted
@@ -42,68 +41,24 @@ def more_slots(master: str = "") -> str:
 def explain(error: BaseException, num_tasks: int, first_lost: str = "") -> DistributorError:
     """Return an error of this package for a Spark job whose ranks reported no failure."""
     text = str(error)
-    where = _where(text)
-    for pattern, make in _MEANINGS:
+    host = re.search(spark_texts.LOST_TASK, text)
+    on_host = f" on {host[1]}" if host else ""
+    where = on_host or (f" of {first_lost}" if first_lost else "")
+    for pattern, kind, template in _MEANINGS:
         if found := re.search(pattern, text, re.DOTALL):
-            return make(found, where or (f" of {first_lost}" if first_lost else ""))
+            message = template.format(found[0], *found.groups(""), where=where).strip()
+            return _node_lost(message, where) if kind is NodeLost else kind(message)
     return DistributorError(
         f"Spark ended the job of {counted(num_tasks, 'task')} before any rank reported a failure"
-        f"{where}:\n{text[:4000]}"
+        f"{on_host}:\n{text[:4000]}"
     )
 
 
-def _where(text: str) -> str:
-    """Return " on" and the host of the task in Spark's message; empty if it names none."""
-    found = re.search(spark_texts.LOST_TASK, text)
-    return f" on {found.group(1)}" if found else ""
-
-
-Meaning = Callable[["re.Match[str]", str], DistributorError]
-
-
-def _not_ready(found: re.Match[str], where: str) -> DistributorError:
-    return ExecutorNotReady(found.group(1).strip())
-
-
-def _too_large(found: re.Match[str], where: str) -> DistributorError:
-    return ValueTooLarge(found.group(1).strip())
-
-
-def _full_disk(found: re.Match[str], where: str) -> DistributorError:
-    return DistributorError(
-        f"A disk{where} is full: Spark keeps files for executors below spark.local.dir.\n"
-        f"{found.group(1)}"
-    )
-
-
-def _not_writable(found: re.Match[str], where: str) -> DistributorError:
-    return ExecutorNotReady(
-        f"The executor{where} cannot write {found.group(1) or found.group(2)}. It needs a working "
-        "folder and temporary folders (/tmp, java.io.tmpdir) that it can write: in a pod whose "
-        "root is read-only, mount an emptyDir at each (conf/executor-pod-template.yaml)."
-    )
-
-
-def _other_python(found: re.Match[str], where: str) -> DistributorError:
-    return ExecutorNotReady(
-        f"The Python worker{where} runs Python {found.group(1)}, the driver {found.group(2)}. "
-        f"{SET_PYTHON}"
-    )
-
-
-def _no_module(found: re.Match[str], where: str) -> DistributorError:
-    return ExecutorNotReady(
-        f"The Python worker{where} has no {found.group(1)}, which this package needs there. "
-        f"{SET_PYTHON}"
-    )
-
-
-def _no_interpreter(found: re.Match[str], where: str) -> DistributorError:
-    return ExecutorNotReady(f"There is no Python at '{found.group(1)}'{where}. {SET_PYTHON}")
-
-
-def _lost(found: re.Match[str], where: str) -> DistributorError:
-    reason = _reason(found.group(1))
+def _node_lost(text: str, where: str) -> NodeLost:
+    """Return the error for what Spark says of an executor or a Python worker that was lost."""
+    brief = re.sub(spark_texts.CONTAINER_STATUSES, "", text, flags=re.DOTALL)
+    pod = re.search(spark_texts.POD_ENDED, text)
+    reason = " ".join(f"{brief} {pod[0] if pod else ''}".split())[:1000].rstrip(". ")
     ended = f"The node{where} ended without reporting a failure: {reason}."
     if re.search(spark_texts.RECLAIMED, reason):
         host = where.rpartition(" ")[2] or "unknown host"
@@ -116,52 +71,61 @@ def _lost(found: re.Match[str], where: str) -> DistributorError:
     )
 
 
-def _reason(text: str) -> str:
-    """Return why an executor was lost, on one line."""
-    brief = re.sub(spark_texts.CONTAINER_STATUSES, "", text, flags=re.DOTALL)
-    ended = re.search(spark_texts.POD_ENDED, text)
-    reason = f"{brief} {ended.group(0) if ended else ''}"
-    return " ".join(reason.split())[:1000].rstrip(". ")
-
-
-def _ended(found: re.Match[str], where: str) -> DistributorError:
-    return ApplicationEnded(f"The Spark application has ended ({found.group(0)}). {NEXT} {RESTART}")
-
-
-def _server_failed(found: re.Match[str], where: str) -> DistributorError:
-    return ApplicationEnded(
-        f"The Spark Connect server answers '{found.group(0)}', and its log says why. Most often "
-        f"its Spark application has ended. {NEXT} {RESTART}"
-    )
-
-
-def _no_slots(found: re.Match[str], where: str) -> DistributorError:
-    return StartTimeout(
+_NO_MODULE = "The Python worker{where} has no {1}, which this package needs there. " + SET_PYTHON
+_MEANINGS: list[tuple[str, type[DistributorError], str]] = [
+    # Indented lines belong to the message.
+    (r"ExecutorNotReady: ([^\n]*(?:\n {4}[^\n]*)*)", ExecutorNotReady, "{1}"),
+    (r"ValueTooLarge: (.*?)(?:\n|$)", ValueTooLarge, "{1}"),
+    (
+        spark_texts.CONTEXT_STOPPED,
+        ApplicationEnded,
+        "The Spark application has ended ({0}). " + f"{NEXT} {RESTART}",
+    ),
+    (
+        spark_texts.SERVER_FAILED,
+        ApplicationEnded,
+        "The Spark Connect server answers '{0}', and its log says why. Most often its Spark "
+        f"application has ended. {NEXT} {RESTART}",
+    ),
+    (
+        spark_texts.TOO_FEW_SLOTS,
+        StartTimeout,
         "Spark started none of the run's tasks, and gave up: a barrier job's tasks start together, "
-        f"and the cluster has too few slots for them. {more_slots()}"
-    )
-
-
-def _python_error(found: re.Match[str], where: str) -> DistributorError:
-    return DistributorError(f"A task failed{where} before its ranks ran: {found.group(1).strip()}")
-
-
-_MEANINGS: list[tuple[str, Meaning]] = [
-    (r"ExecutorNotReady: ([^\n]*(?:\n {4}[^\n]*)*)", _not_ready),  # indented lines belong to it
-    (r"ValueTooLarge: (.*?)(?:\n|$)", _too_large),
-    (spark_texts.CONTEXT_STOPPED, _ended),
-    (spark_texts.SERVER_FAILED, _server_failed),
-    (spark_texts.TOO_FEW_SLOTS, _no_slots),
-    (spark_texts.FULL_DISK, _full_disk),
-    (spark_texts.NOT_WRITABLE, _not_writable),
-    (spark_texts.OTHER_PYTHON, _other_python),
-    (spark_texts.NO_MODULE, _no_module),
-    (spark_texts.NO_PACKAGE, _no_module),
-    (spark_texts.NO_INTERPRETER, _no_interpreter),
-    (spark_texts.LOST_EXECUTOR, _lost),
-    (spark_texts.CRASHED_WORKER, _lost),
+        f"and the cluster has too few slots for them. {more_slots()}",
+    ),
+    (
+        spark_texts.FULL_DISK,
+        DistributorError,
+        "A disk{where} is full: Spark keeps files for executors below spark.local.dir.\n{1}",
+    ),
+    (
+        spark_texts.NOT_WRITABLE,
+        ExecutorNotReady,
+        "The executor{where} cannot write {1}{2}. It needs a working folder and temporary folders "
+        "(/tmp, java.io.tmpdir) that it can write: in a pod whose root is read-only, mount an "
+        "emptyDir at each (conf/executor-pod-template.yaml).",
+    ),
+    (
+        spark_texts.OTHER_PYTHON,
+        ExecutorNotReady,
+        "The Python worker{where} runs Python {1}, the driver {2}. " + SET_PYTHON,
+    ),
+    (spark_texts.NO_MODULE, ExecutorNotReady, _NO_MODULE),
+    (spark_texts.NO_PACKAGE, ExecutorNotReady, _NO_MODULE),
+    (
+        spark_texts.NO_INTERPRETER,
+        ExecutorNotReady,
+        "There is no Python at '{1}'{where}. " + SET_PYTHON,
+    ),
+    (spark_texts.LOST_EXECUTOR, NodeLost, "{1}"),
+    (spark_texts.CRASHED_WORKER, NodeLost, "{1}"),
     (
         r"spark/task/task\.py.*\n(\w[\w.]*: .*?)" + spark_texts.END_OF_ERROR,
-        _python_error,
+        DistributorError,
+        "A task failed{where} before its ranks ran: {1}",
     ),
 ]
+"""Of the error of a job: a pattern in its text, and the error and message that it stands for.
+
+A message has the whole match as ``{0}``, its groups from ``{1}`` on, and ``{where}``.
+"""

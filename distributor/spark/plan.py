@@ -7,17 +7,18 @@ import os
 from dataclasses import dataclass, replace
 
 from distributor.core.gpus import gpu_names, missing_gpus
-from distributor.core.spelling import Message, Spelling
+from distributor.core.spelling import Spelling
 from distributor.core.text import counted
 from distributor.node.agent.worker_env import mask_entries, visible_devices
 from distributor.screen.messages import warn
-from distributor.spark.executor_resources import (
+from distributor.spark.session import (
     DISCOVERY_SCRIPT,
     EXECUTOR_GPUS,
     TASK_GPUS,
     VENDOR,
+    Session,
+    refusal,
 )
-from distributor.spark.session import Session
 
 GPUS_OF_NESTED_RUNS = "DISTRIBUTOR_NESTED_GPUS"
 """The variable of a rank that has the GPUs of runs that it starts; by default they are its own."""
@@ -68,10 +69,14 @@ class ClusterPlan:
     driver_gpus: tuple[str, ...] = ()
     barrier: bool = True
 
-    def with_tasks(self, tasks: int) -> ClusterPlan:
-        """Return the plan with so many tasks."""
-        gpus = self.driver_gpus[: tasks * self.ranks_per_task]
-        return replace(self, num_tasks=tasks, driver_gpus=gpus)
+    @property
+    def num_ranks(self) -> int:
+        return self.num_tasks * self.ranks_per_task
+
+    def with_ranks(self, number: int) -> ClusterPlan:
+        """Return the plan with so many ranks."""
+        tasks = number // self.ranks_per_task
+        return replace(self, num_tasks=tasks, driver_gpus=self.driver_gpus[:number])
 
 
 def plan_local(
@@ -85,11 +90,9 @@ def plan_local(
         return LocalPlan(max_processes, ())
     gpus = driver_gpus(Session.active())
     if not gpus:
-        raise RuntimeError(
-            Message(
-                "GPUs were unable to be found on the driver. Looked at Spark's driver resources, "
-                "CUDA_VISIBLE_DEVICES and the NVIDIA driver. For CPUs {run_on_cpus}."
-            )
+        raise refusal(
+            "GPUs were unable to be found on the driver. Looked at Spark's driver resources, "
+            "CUDA_VISIBLE_DEVICES and the NVIDIA driver. For CPUs {run_on_cpus}."
         )
     if len(gpus) < min_processes < max_processes:
         raise RuntimeError(
@@ -128,14 +131,12 @@ def plan_cluster(
         Whether tasks have the fraction of a GPU that the configuration requests.
     """
     if pool is not None and (why := session.why_no_pools()):
-        raise RuntimeError(Message("{pool} is {value!r}, but {why}.", value=pool, why=why))
+        raise refusal("{pool} is {value!r}, but {why}.", value=pool, why=why)
     if barrier and not runs_barrier_stages(session):
-        raise RuntimeError(
-            Message(
-                "{barrier} is True, but 'spark.dynamicAllocation.enabled' is 'true', and Spark "
-                "then runs no barrier stages. Leave {barrier} unset, for ranks in the tasks of an "
-                "ordinary job, or make the session with dynamic allocation off."
-            )
+        raise refusal(
+            "{barrier} is True, but 'spark.dynamicAllocation.enabled' is 'true', and Spark "
+            "then runs no barrier stages. Leave {barrier} unset, for ranks in the tasks of an "
+            "ordinary job, or make the session with dynamic allocation off."
         )
     if session.requested:
         _check_requested(session, use_gpu=use_gpu)
@@ -165,40 +166,33 @@ def _plan_tasks_of(
 def _check_requested(session: Session, *, use_gpu: bool) -> None:
     """Check that Spark can start executors for one run."""
     if runs_barrier_stages(session):
-        raise RuntimeError(
-            Message(
-                "{executor_resources} needs dynamic allocation, without which executors have the "
-                "resources of the session: make the session with "
-                "spark.dynamicAllocation.enabled=true, or with these properties."
-            )
+        raise refusal(
+            "{executor_resources} needs dynamic allocation, without which executors have the "
+            "resources of the session: make the session with "
+            "spark.dynamicAllocation.enabled=true, or with these properties."
         )
     if not session.supports_profiles():
-        raise RuntimeError(
-            Message(
-                "{executor_resources} needs PySpark 4, here and on a Spark Connect server; found "
-                "{version}.",
-                version=session.spark.version,
-            )
+        raise refusal(
+            "{executor_resources} needs PySpark 4, here and on a Spark Connect server; found "
+            "{version}.",
+            version=session.spark.version,
         )
     if not use_gpu and session.requested.get(EXECUTOR_GPUS):
-        raise RuntimeError(
-            Message(
-                "{executor_resources} has '{key}', but the ranks run on CPUs: leave it out.",
-                key=EXECUTOR_GPUS,
-            )
+        raise refusal(
+            "{executor_resources} has '{key}', but the ranks run on CPUs: leave it out.",
+            key=EXECUTOR_GPUS,
         )
-    manages = session.master.startswith(("yarn", "k8s://"))
-    needed = [DISCOVERY_SCRIPT, *([VENDOR] if session.master.startswith("k8s://") else [])]
-    missing = [key for key in needed if manages and use_gpu and not session.conf(key)]
-    if missing:
-        raise RuntimeError(
-            Message(
-                "{executor_resources} requests GPUs, and '{key}' is unset: an executor on {master} "
-                "needs it for its GPUs (conf/get_gpus.sh, nvidia.com). Add it to "
-                "{executor_resources}.",
-                key=missing[0],
-                master=session.master,
-            )
+    needed = (
+        [DISCOVERY_SCRIPT, VENDOR] if session.master.startswith("k8s://") else [DISCOVERY_SCRIPT]
+    )
+    missing = [key for key in needed if not session.conf(key)]
+    if missing and use_gpu and session.is_contained:
+        raise refusal(
+            "{executor_resources} requests GPUs, and '{key}' is unset: an executor on {master} "
+            "needs it for its GPUs (conf/get_gpus.sh, nvidia.com). Add it to "
+            "{executor_resources}.",
+            key=missing[0],
+            master=session.master,
         )
 
 
@@ -209,12 +203,10 @@ def check_launch(session: Session, plan: ClusterPlan) -> None:
     if session.is_local_master:
         _check_driver_gpus(session, plan)
     elif not assigns_gpus(session):
-        raise RuntimeError(
-            Message(
-                f"'{TASK_GPUS}' was set after Spark's start, and so Spark assigns no GPUs to "
-                "tasks. Set it when the cluster is made (conf/spark-defaults-gpu.conf), or "
-                "{run_on_cpus}."
-            )
+        raise refusal(
+            f"'{TASK_GPUS}' was set after Spark's start, and so Spark assigns no GPUs to "
+            "tasks. Set it when the cluster is made (conf/spark-defaults-gpu.conf), or "
+            "{run_on_cpus}."
         )
 
 
@@ -246,14 +238,11 @@ def _plan_tasks(num_processes: int, amount: float) -> ClusterPlan:
     """Plan tasks with the GPUs that the configuration requests for each."""
     ranks_per_task = max(1, int(amount))
     if num_processes % ranks_per_task:
-        raise RuntimeError(
-            Message(
-                "{api} '{num_processes}' value ({ranks}) must be a multiple of '{key}' ({each}) "
-                "value.",
-                ranks=num_processes,
-                key=TASK_GPUS,
-                each=ranks_per_task,
-            )
+        raise refusal(
+            "{api} '{num_processes}' value ({ranks}) must be a multiple of '{key}' ({each}) value.",
+            ranks=num_processes,
+            key=TASK_GPUS,
+            each=ranks_per_task,
         )
     return ClusterPlan(num_processes // ranks_per_task, ranks_per_task, use_gpu=True)
 
@@ -276,18 +265,15 @@ def _plan_local_master(session: Session, num_processes: int, amount: float) -> C
 
 
 def _check_driver_gpus(session: Session, plan: ClusterPlan) -> None:
-    ranks, gpus = plan.num_tasks * plan.ranks_per_task, len(plan.driver_gpus)
-    if gpus < ranks:
+    if (gpus := len(plan.driver_gpus)) < plan.num_ranks:
         unset = "" if session.conf(TASK_GPUS) else f" ('{TASK_GPUS}' was unset)"
-        raise RuntimeError(
-            Message(
-                "On {master} the driver needs a GPU for each of the {ranks} ranks, but it has "
-                "{found}{unset}. For CPUs {run_on_cpus}.",
-                master=session.master,
-                ranks=ranks,
-                found=counted(gpus, "GPU"),
-                unset=unset,
-            )
+        raise refusal(
+            "On {master} the driver needs a GPU for each of the {ranks} ranks, but it has "
+            "{found}{unset}. For CPUs {run_on_cpus}.",
+            master=session.master,
+            ranks=plan.num_ranks,
+            found=counted(gpus, "GPU"),
+            unset=unset,
         )
 
 
@@ -296,23 +282,19 @@ def _plan_profile(session: Session, num_processes: int) -> ClusterPlan:
     if not per_executor or not session.supports_profiles():
         found = f"'{EXECUTOR_GPUS}' is {session.conf(EXECUTOR_GPUS) or 'unset too'}"
         if fraction := session.conf(TASK_GPUS):
-            raise RuntimeError(
-                Message(
-                    "'{key}' is {fraction}, so that ranks would share GPUs, and a resource profile "
-                    "with whole GPUs needs PySpark 4 ({found}). Make the session with '{key}' "
-                    "set to 1, or set {gpu_sharing} to True (NCCL refuses ranks that share a GPU).",
-                    key=TASK_GPUS,
-                    fraction=fraction,
-                    found=found,
-                )
-            )
-        raise RuntimeError(
-            Message(
-                "'{key}' was unset, so gpu usage is unavailable ({found}). Set both when the "
-                "cluster is made (conf/spark-defaults-gpu.conf), or {run_on_cpus}.",
+            raise refusal(
+                "'{key}' is {fraction}, so that ranks would share GPUs, and a resource profile "
+                "with whole GPUs needs PySpark 4 ({found}). Make the session with '{key}' "
+                "set to 1, or set {gpu_sharing} to True (NCCL refuses ranks that share a GPU).",
                 key=TASK_GPUS,
+                fraction=fraction,
                 found=found,
             )
+        raise refusal(
+            "'{key}' was unset, so gpu usage is unavailable ({found}). Set both when the "
+            "cluster is made (conf/spark-defaults-gpu.conf), or {run_on_cpus}.",
+            key=TASK_GPUS,
+            found=found,
         )
     fits_one = num_processes <= per_executor
     ranks_per_task = num_processes if fits_one else math.gcd(num_processes, per_executor)

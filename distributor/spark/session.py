@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 import threading
 import weakref
@@ -16,9 +17,95 @@ from distributor._compat import pyspark as private
 from distributor.core.spelling import Message
 from distributor.core.versions import require_spark
 from distributor.errors import ApplicationEnded
-from distributor.spark.application import JVM_ENDED, check_not_ended
-from distributor.spark.executor_resources import executor_requests
-from distributor.spark.log_quieting import no_warning
+from distributor.spark.application import JVM_ENDED, check_not_ended, no_warning
+
+
+def refusal(template: str, **values: Any) -> RuntimeError:
+    """Return an error with a `Message`, which names settings as the API of the user does."""
+    return RuntimeError(Message(template, **values))
+
+
+# Resources of executors, by the names of Spark's properties
+
+
+_SIZE = re.compile(r"(\d+)([bkmgtp]?)b?")
+
+
+def size_in_bytes(text: str, unit: str) -> int:
+    """Return a size such as ``1g`` or ``512m`` in bytes."""
+    if not (found := _SIZE.fullmatch(text.strip().lower())):
+        raise ValueError(f"{text!r} is not a size, such as '1g'.")
+    return int(found[1]) << 10 * "bkmgtp".index(found[2] or unit)
+
+
+CORES, MEMORY = "spark.executor.cores", "spark.executor.memory"
+OVERHEAD, OFF_HEAP = "spark.executor.memoryOverhead", "spark.memory.offHeap.size"
+EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
+DISCOVERY_SCRIPT = "spark.executor.resource.gpu.discoveryScript"
+VENDOR = "spark.executor.resource.gpu.vendor"
+TASK_CPUS, TASK_GPUS = "spark.task.cpus", "spark.task.resource.gpu.amount"
+COUNTS = (CORES, EXECUTOR_GPUS, TASK_CPUS, TASK_GPUS)
+SIZES = (MEMORY, OVERHEAD, OFF_HEAP)
+NAMES = (*COUNTS, *SIZES, DISCOVERY_SCRIPT, VENDOR)
+
+
+def check_executor_resources(name: str, resources: object) -> None:
+    """Check that a mapping has names of properties that a resource profile can have, and values.
+
+    Parameters
+    ----------
+    name : str
+        The setting, for messages.
+    resources : object
+        The mapping, or None.
+    """
+    if resources is None:
+        return
+    if not isinstance(resources, Mapping):
+        raise TypeError(f"{name} must be a mapping of Spark properties, but is {resources!r}.")
+    for key, value in resources.items():
+        if key not in NAMES:
+            raise ValueError(
+                f"{name} has {key!r}, which Spark cannot set for the executors of one run. It "
+                f"takes {', '.join(NAMES)}."
+            )
+        text = str(value).strip().lower()
+        if key in COUNTS and not (text.isdecimal() and int(text)):
+            raise ValueError(f"{name}[{key!r}] must be a positive integer, but is {value!r}.")
+        if key in SIZES and not ((size := _SIZE.fullmatch(text)) and int(size[1])):
+            raise ValueError(f"{name}[{key!r}] must be a size such as '8g', but is {value!r}.")
+        if not (isinstance(value, (str, int)) and text):
+            raise ValueError(f"{name}[{key!r}] must have a value, but is {value!r}.")
+    if TASK_GPUS in resources and EXECUTOR_GPUS not in resources:
+        raise ValueError(f"{name} has {TASK_GPUS!r}, so it must have {EXECUTOR_GPUS!r}, too.")
+
+
+def executor_requests(conf: Callable[[str], str | None]) -> Any:
+    """Return the requests of a resource profile that properties describe.
+
+    Parameters
+    ----------
+    conf : callable
+        Returns the value of a property, or None.
+    """
+    from pyspark.resource import ExecutorResourceRequests
+
+    requests = ExecutorResourceRequests()
+    if cores := conf(CORES):
+        requests.cores(int(cores))
+    for key, request in (
+        (MEMORY, requests.memory),
+        (OVERHEAD, requests.memoryOverhead),
+        (OFF_HEAP, requests.offheapMemory),
+    ):
+        if size := conf(key):
+            unit = "b" if key == OFF_HEAP else "m"  # that Spark assumes if there is none
+            request(f"{size_in_bytes(size, unit) // 2**20}m")
+    if amount := conf(EXECUTOR_GPUS):
+        script, vendor = conf(DISCOVERY_SCRIPT) or "", conf(VENDOR) or ""
+        requests.resource("gpu", int(float(amount)), script, vendor)
+    return requests
+
 
 _PROFILES: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # More than a usual cluster has slots. With fewer, some slots may have no partition: Spark's default
@@ -64,16 +151,14 @@ class Session:
         """Return the active session."""
         require_spark()
         session = cls.active()
-        if session is None and private.jvm_has_ended():
-            raise ApplicationEnded(JVM_ENDED)
         if session is None:
+            if private.jvm_has_ended():
+                raise ApplicationEnded(JVM_ENDED)
             stopped = ": its session has been stopped" if cls._was_active else ""
-            raise RuntimeError(
-                Message(
-                    "Distributed mode runs on the active Spark session, and there is "
-                    f"none{stopped}. "
-                    "Make one first (SparkSession.builder.getOrCreate()), or {run_here}."
-                )
+            raise refusal(
+                "Distributed mode runs on the active Spark session, and there is "
+                f"none{stopped}. "
+                "Make one first (SparkSession.builder.getOrCreate()), or {run_here}."
             )
         check_not_ended(session.spark)
         return session
@@ -92,6 +177,16 @@ class Session:
     def is_one_machine(self) -> bool:
         """Whether executors certainly share the driver's disk and interpreter."""
         return self.master.startswith("local") and not self.is_connect
+
+    @property
+    def is_contained(self) -> bool:
+        """Whether a cluster manager starts each executor in a container of its own size."""
+        return self.master.startswith(("yarn", "k8s://"))
+
+    @property
+    def executor_cores(self) -> str | None:
+        """How many cores each executor has; None for all cores of a standalone worker."""
+        return self.conf(CORES) or ("1" if self.is_contained else None)  # Spark's default
 
     def owns(self, frame: Any) -> bool:
         """Return whether a DataFrame belongs to this session."""

@@ -8,17 +8,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from distributor._compat import pyspark as private
 from distributor._compat.pyspark import CALL_SITE, CALL_SITE_DETAILS
 from distributor.core.text import printable
-from distributor.spark.application import end_of
-from distributor.spark.log_quieting import no_warning
+from distributor.spark.application import end_of, no_warning
 from distributor.spark.session import Session
+
+T = TypeVar("T")
 
 _PACKAGE, _COMMAND_LINE = "distributor", "distributor.cli"
 _MAX_FRAMES = 20
@@ -49,11 +50,6 @@ class CallSite:
         lines = [f"{frame.f_code.co_name} at {_place(frame)}" for frame in frames]
         return cls(_place(frames[0]), "\n".join(lines))
 
-    def set_on(self, context: Any) -> None:
-        """Name the jobs that the calling thread submits to this ``SparkContext``."""
-        context.setLocalProperty(CALL_SITE, printable(self.short))
-        context.setLocalProperty(CALL_SITE_DETAILS, printable(self.long))
-
 
 def _callers() -> Iterator[FrameType]:
     """Yield the frames of the user's code, innermost first; none if the command line called."""
@@ -83,6 +79,7 @@ CANCEL_SECONDS = 0.5
 """Seconds until a job that goes on is cancelled again: Spark may not have known it yet."""
 
 
+@dataclass(eq=False, repr=False)
 class SparkJob:
     """A job that is submitted on a thread of its own; a context manager that ends with the job.
 
@@ -107,28 +104,22 @@ class SparkJob:
         Called on the job's thread with `frame`, to run the job; by default it collects the rows.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        frame: Any,
-        tag: str,
-        on_end: Callable[[Any], object],
-        *,
-        description: str,
-        call_site: CallSite,
-        pool: str | None = None,
-        action: Callable[[Any], Any] = lambda frame: frame.collect(),
-    ) -> None:
-        self._session = session
-        self._frame = frame
-        self._tag = tag
-        self._on_end = on_end
-        self._description = description
-        self._call_site = call_site
-        self._pool = pool
-        self._action = action
+    session: Session
+    frame: Any
+    tag: str
+    on_end: Callable[[Any], object]
+    _: KW_ONLY
+    description: str
+    call_site: CallSite
+    pool: str | None = None
+    action: Callable[[Any], Any] = lambda frame: frame.collect()
+
+    def __post_init__(self) -> None:
+        self._thread = self.session.thread(self._run)
         self._task_reported = False  # by a Connect server: a task has started
-        self._thread = session.thread(self._run)
+        self._reports_progress = self.session.is_connect and hasattr(
+            self.session.spark, "registerProgressHandler"
+        )
 
     def __enter__(self) -> SparkJob:
         self._thread.start()
@@ -147,12 +138,12 @@ class SparkJob:
 
     def cancel(self) -> None:
         """Cancel this job, and no other."""
-        spark = self._session.spark
+        spark = self.session.spark
         try:
-            if self._session.is_connect:
-                spark.interruptTag(self._tag)
+            if self.session.is_connect:
+                spark.interruptTag(self.tag)
             else:
-                spark.sparkContext.cancelJobsWithTag(self._tag)
+                spark.sparkContext.cancelJobsWithTag(self.tag)
         except Exception:
             if end_of(spark) is None:  # otherwise the job has ended with the application
                 raise
@@ -162,70 +153,53 @@ class SparkJob:
 
         None if Spark does not report it. Through Connect it does since PySpark 4.
         """
-        if self._session.is_connect:
-            return self._task_reported if self._reports_progress else None
-        try:
-            return self._has_begun_in(self._session.spark.sparkContext)
-        except Exception:
-            return None  # the JVM has ended; the end of the job shows why
+        if self._reports_progress:
+            return self._task_reported
 
-    def _has_begun_in(self, context: Any) -> bool:
-        stages = map(context.statusTracker().getStageInfo, self._stages_in(context))
-        return any(
-            stage.numActiveTasks + stage.numCompletedTasks + stage.numFailedTasks
-            for stage in stages
-            if stage
-        )
+        def started(context: Any, stages: set[int]) -> bool:
+            infos = filter(None, map(context.statusTracker().getStageInfo, stages))
+            return any(
+                info.numActiveTasks + info.numCompletedTasks + info.numFailedTasks for info in infos
+            )
+
+        return self._ask(started)
 
     def barrier_arrivals(self) -> tuple[int, int] | None:
         """Return how many tasks of this job wait in a barrier, and how many barriers all passed.
 
         None if Spark does not report it, as through Connect.
         """
-        if self._session.is_connect:
-            return None
-        try:
-            context = self._session.spark.sparkContext
-            return private.barrier_arrivals(context, self._stages_in(context))
-        except Exception:
-            return None  # as above
+        return self._ask(private.barrier_arrivals)
 
     def failure_of(self, task: int) -> str | None:
         """Return why a task of this job has failed, by its id; empty as long as it has not.
 
         None if Spark does not report it, as through Connect.
         """
-        if self._session.is_connect:
-            return None
-        try:
-            context = self._session.spark.sparkContext
-            return private.task_failure(context, self._stages_in(context), task)
-        except Exception:
-            return None  # as above
+        return self._ask(lambda context, stages: private.task_failure(context, stages, task))
 
     def other_running_tasks(self) -> int:
         """Return how many tasks other jobs of this application run.
 
         0 if Spark does not report it, as through Connect.
         """
-        if self._session.is_connect:
-            return 0
+
+        def running(context: Any, stages: set[int]) -> int:
+            tracker = context.statusTracker()
+            others = set(tracker.getActiveStageIds()) - stages
+            return sum(info.numActiveTasks for info in map(tracker.getStageInfo, others) if info)
+
+        return self._ask(running) or 0
+
+    def _ask(self, question: Callable[[Any, set[int]], T]) -> T | None:
+        """Return what Spark answers about the stages of this job; None if it does not."""
+        if self.session.is_connect:
+            return None
         try:
-            context = self._session.spark.sparkContext
-            tracker, own = context.statusTracker(), self._stages_in(context)
-            others = (stage for stage in tracker.getActiveStageIds() if stage not in own)
-            return sum(
-                info.numActiveTasks for stage in others if (info := tracker.getStageInfo(stage))
-            )
+            context = self.session.spark.sparkContext
+            return question(context, private.stages_with_tag(context, self.tag))
         except Exception:
-            return 0  # as above
-
-    def _stages_in(self, context: Any) -> set[int]:
-        return private.stages_with_tag(context, self._tag)
-
-    @property
-    def _reports_progress(self) -> bool:
-        return hasattr(self._session.spark, "registerProgressHandler")
+            return None  # the JVM has ended; the end of the job shows why
 
     def _note_progress(self, *, stages: Any, inflight_tasks: int, **_: object) -> None:
         """Take a Connect server's report, for which PySpark calls this on the job's own thread."""
@@ -233,31 +207,29 @@ class SparkJob:
             ended = sum(stage.num_completed_tasks for stage in stages or ())
             self._task_reported |= inflight_tasks + ended > 0
 
-    @contextlib.contextmanager
-    def _progress_noted(self) -> Iterator[None]:
-        spark = self._session.spark
-        if not (self._session.is_connect and self._reports_progress):
-            yield
-            return
-        spark.registerProgressHandler(self._note_progress)
-        try:
-            yield
-        finally:
-            spark.removeProgressHandler(self._note_progress)
-
     def _run(self) -> None:
-        spark = self._session.spark
-        tagger = spark.addTag if self._session.is_connect else spark.sparkContext.addJobTag
+        spark = self.session.spark
         try:
-            tagger(self._tag)
-            if not self._session.is_connect:
-                spark.sparkContext.setJobDescription(printable(self._description))
-                self._call_site.set_on(spark.sparkContext)
-                private.keep_call_site(self._frame)
-            if self._pool is not None:
-                spark.sparkContext.setLocalProperty(POOL, self._pool)
-            with no_warning(), self._progress_noted():
-                ending: Any = self._action(self._frame)
+            with contextlib.ExitStack() as stack:
+                if self.session.is_connect:
+                    spark.addTag(self.tag)
+                else:
+                    self._label_jobs(spark.sparkContext)
+                if self._reports_progress:
+                    spark.registerProgressHandler(self._note_progress)
+                    stack.callback(spark.removeProgressHandler, self._note_progress)
+                stack.enter_context(no_warning())
+                ending: Any = self.action(self.frame)
         except BaseException as error:
             ending = error
-        self._on_end(ending)
+        self.on_end(ending)
+
+    def _label_jobs(self, context: Any) -> None:
+        """Have the jobs that this thread submits carry the tag, and be shown as this one."""
+        context.addJobTag(self.tag)
+        context.setJobDescription(printable(self.description))
+        context.setLocalProperty(CALL_SITE, printable(self.call_site.short))
+        context.setLocalProperty(CALL_SITE_DETAILS, printable(self.call_site.long))
+        private.keep_call_site(self.frame)
+        if self.pool is not None:
+            context.setLocalProperty(POOL, self.pool)

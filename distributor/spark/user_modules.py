@@ -36,8 +36,8 @@ from distributor.core.text import counted
 from distributor.screen.messages import warn_once
 from distributor.serialization.code_search import imports_in_source
 from distributor.serialization.program import Call, Module, Program, Script
-from distributor.spark.package_shipping import send_file
 from distributor.spark.session import Session
+from distributor.spark.shipping import send_file
 
 MAX_PACKAGE_BYTES = 64 * 1024 * 1024
 """Bytes of a package above which it is not sent whole."""
@@ -159,7 +159,7 @@ def located_modules(program: Program, requested: Requested) -> tuple[Location, .
     forget_listings()
     wanted = list(imported()) if isinstance(program, Call) else []
     named = (os.fspath(entry) for entry in requested if not Path(entry).exists())
-    wanted += [found for name in named if (found := _requested_module(name))]
+    wanted += filter(None, map(_requested_module, named))
     path = search_path()
     return tuple(
         found
@@ -378,7 +378,8 @@ def _part_of(location: Location, first: Sequence[str]) -> Selection:
         return Selection(small, reasons, [warning] if left_out else [])
     takes, used = f"package {name} takes {format_bytes(_size(files))}", _files_of_imported()
     part = {n: f for n, f in small.items() if f.is_library or f.path in used}
-    if is_installation or _size(part) > MAX_PACKAGE_BYTES or used.isdisjoint(_paths(part)):
+    paths = {file.path for file in part.values()}
+    if is_installation or _size(part) > MAX_PACKAGE_BYTES or used.isdisjoint(paths):
         part = {}
         warning = (
             f"The {takes} and is not sent: executors need a copy of their own. "
@@ -390,10 +391,6 @@ def _part_of(location: Location, first: Sequence[str]) -> Selection:
             f"executors. py_modules=['{name}'] sends all."
         )
     return Selection(part, dict.fromkeys(files.keys() - part.keys(), f"the {takes}"), [warning])
-
-
-def _paths(files: Mapping[str, ModuleFile]) -> set[Path]:
-    return {file.path for file in files.values()}
 
 
 def _shown(names: Collection[str]) -> str:

@@ -6,18 +6,22 @@ This package has what users import, under Ray Train's names. A rank's part is in
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from distributor.core.versions import require_arrow
 
 require_arrow("distributor.train")
 
-from distributor.settings.types import check_bool, instance_of, must_be, optional
+from distributor import runtime as this_rank  # train.runtime is another one
+from distributor.settings import check_bool, instance_of, must_be, optional
 from distributor.train.config import (
     BackendConfig,
     CheckpointConfig,
+    DataConfig,
     FailureConfig,
     LoggingConfig,
     RunConfig,
@@ -26,22 +30,14 @@ from distributor.train.config import (
     TrainRunContext,
     UserCallback,
 )
-from distributor.train.context import (
-    StorageContext,
-    TrainContext,
-    get_context,
-    get_preemption_info,
-    is_preempted,
-)
-from distributor.train.datasets import TRAIN_DATASET_KEY, DataConfig, get_dataset_shard
-from distributor.train.errors import (
+from distributor.train.result import (
     ControllerError,
     PreemptionError,
     PreemptionInfo,
+    Result,
     TrainingFailedError,
     WorkerGroupError,
 )
-from distributor.train.result import Result
 from distributor.train.runtime.report_round import UploadFn
 from distributor.train.runtime.session import session
 from distributor.train.storage.checkpoint import (
@@ -51,12 +47,12 @@ from distributor.train.storage.checkpoint import (
     ReportedCheckpoint,
     ReportedCheckpointStatus,
 )
-from distributor.train.validation import (
-    ValidationConfig,
-    ValidationFn,
-    ValidationTaskConfig,
-)
+from distributor.train.storage.checkpoint_store import Storage
+from distributor.train.validation import ValidationConfig, ValidationFn, ValidationTaskConfig
 from distributor.unsupported import refuse_modules
+
+if TYPE_CHECKING:
+    from distributor.data.shard import DatasetShard
 
 __all__ = [
     "TRAIN_DATASET_KEY",
@@ -97,21 +93,25 @@ __all__ = [
 
 refuse_modules()
 
-_check_checkpoint = optional(
-    must_be(
-        "a Checkpoint, such as Checkpoint.from_directory(folder)",
-        instance_of(Checkpoint),
-        TypeError,
-    )
+TRAIN_DATASET_KEY = "train"
+"""The name of the training data among the datasets of `TorchTrainer`, as in ``ray.train``."""
+_NO_TRIAL = (
+    "Trials belong to Ray Tune, and are deprecated in Ray Train too: use get_experiment_name() for "
+    "the name of the run, and get_storage() for its folder."
 )
-_check_metrics = must_be("a dict of names to values", instance_of(Mapping), TypeError)
-_check_upload_fn = optional(must_be("a function", callable, TypeError))
-_check_validation = optional(
-    must_be(
-        "True, False or a ValidationTaskConfig",
-        instance_of(bool, ValidationTaskConfig),
-        TypeError,
-    )
+_NO_METADATA = (
+    "get_metadata() is deprecated in Ray Train too: pass the metadata in train_loop_config, or add "
+    "it to the checkpoints with Checkpoint.set_metadata."
+)
+_check_checkpoint = must_be(
+    "a Checkpoint, such as Checkpoint.from_directory(folder)",
+    instance_of(Checkpoint, type(None)),
+    TypeError,
+)
+_check_validation = must_be(
+    "True, False or a ValidationTaskConfig",
+    instance_of(bool, ValidationTaskConfig, type(None)),
+    TypeError,
 )
 
 
@@ -195,7 +195,7 @@ def report(
     ...             report({"loss": loss}, checkpoint=Checkpoint.from_directory(folder))
     """
     _check_checkpoint("checkpoint", checkpoint)
-    _check_metrics("metrics", metrics)
+    must_be("a dict of names to values", instance_of(Mapping), TypeError)("metrics", metrics)
     try:
         mode = CheckpointUploadMode(checkpoint_upload_mode)
     except ValueError:
@@ -203,13 +203,13 @@ def report(
         raise ValueError(
             f"checkpoint_upload_mode must be one of {modes}, but is {checkpoint_upload_mode!r}."
         ) from None
-    _check_upload_fn("checkpoint_upload_fn", checkpoint_upload_fn)
+    is_function = must_be("a function", callable, TypeError)
+    optional(is_function)("checkpoint_upload_fn", checkpoint_upload_fn)
     _check_validation("validation", validation)
     delete = delete_local_checkpoint_after_upload
-    if delete is not None:
-        check_bool("delete_local_checkpoint_after_upload", delete)
-    else:
+    if delete is None:
         delete = mode.default_delete_local_checkpoint_after_upload()
+    check_bool("delete_local_checkpoint_after_upload", delete)
     requested: dict[str, Any] | None = {} if validation else None
     if isinstance(validation, ValidationTaskConfig):
         validation.check()
@@ -292,3 +292,265 @@ def get_all_reported_checkpoints(
     """
     mode = CheckpointConsistencyMode(consistency_mode)
     return session.reporter.all(mode is CheckpointConsistencyMode.VALIDATED, timeout_s)
+
+
+def get_dataset_shard(dataset_name: str | None = None) -> DatasetShard:
+    """Return this rank's part of a dataset of the `TorchTrainer`.
+
+    Follows ``ray.train.get_dataset_shard``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.get_dataset_shard.html
+
+    Parameters
+    ----------
+    dataset_name : str, optional
+        The name of the dataset, by default "train".
+
+    Returns
+    -------
+    DatasetShard
+        The same object in each call.
+
+    Raises
+    ------
+    KeyError
+        If there is no dataset of this name.
+    RuntimeError
+        If this process is not a rank of a run.
+    """
+    session.require_rank("get_dataset_shard")
+    name = TRAIN_DATASET_KEY if dataset_name is None else dataset_name
+    shards = session.dataset_shards
+    if name not in shards:
+        known = f"there are {sorted(shards)}" if shards else "the trainer has none"
+        raise KeyError(f"There is no dataset {name!r}: {known}. Pass TorchTrainer(datasets=...).")
+    return shards[name]
+
+
+class StorageContext:
+    """The run's folder in storage.
+
+    Follows Ray Train's ``StorageContext``, which ``ray.train.get_context().get_storage()`` returns:
+    https://docs.ray.io/en/latest/train/user-guides/checkpoints.html
+
+    Parameters
+    ----------
+    folder : Storage
+        The run's folder.
+    custom_fs_provided : bool
+        Whether the user has passed a file system for the storage path.
+
+    Attributes
+    ----------
+    storage_filesystem, filesystem : pyarrow.fs.FileSystem
+        The file system of the storage path.
+    storage_fs_path : str
+        The storage path in it.
+    experiment_dir_name : str
+        The name of the run, and of its folder in the storage path.
+    experiment_fs_path, path : str
+        The path of that folder.
+    custom_fs_provided : bool
+        Whether the user has passed `storage_filesystem`.
+    read_only : bool
+        Always False.
+
+    Examples
+    --------
+    >>> def train_func():
+    ...     storage = get_context().get_storage()
+    ...     path = storage.build_checkpoint_path_from_name("epoch_3")
+    ...     dcp.save(state, storage_writer=FileSystemWriter(path))
+    ...     report({}, Checkpoint(path), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+    """
+
+    read_only = False
+
+    def __init__(self, folder: Storage, custom_fs_provided: bool) -> None:
+        self.storage_filesystem = self.filesystem = folder.filesystem
+        self.experiment_fs_path = self.path = folder.path
+        self.storage_fs_path, _, self.experiment_dir_name = folder.path.rpartition("/")
+        self.custom_fs_provided = custom_fs_provided
+
+    @property
+    def local_working_directory(self) -> str:
+        """The working directory of this process."""
+        return os.getcwd()
+
+    def build_checkpoint_path_from_name(self, checkpoint_name: str) -> str:
+        """Return the path that a checkpoint of this name has in storage.
+
+        Names such as ``checkpoint_000003`` are those of checkpoints without a name.
+        """
+        return f"{self.path}/{checkpoint_name}"
+
+    def extract_checkpoint_dir_name_from_path(self, checkpoint_path: str) -> str:
+        """Return the name of a checkpoint from its path in storage.
+
+        Raises
+        ------
+        ValueError
+            If the path is not in the run's folder.
+        """
+        name = os.fspath(checkpoint_path).removeprefix(f"{self.path}/")
+        if name == os.fspath(checkpoint_path):
+            raise ValueError(f"{checkpoint_path} is not in the run's folder {self.path}.")
+        return name
+
+    @staticmethod
+    def make_default_checkpoint_dir_name() -> str:
+        """Return a name that no checkpoint has, made of the time."""
+        return f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+
+    def persist_current_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise RuntimeError: `distributor.train.report` uploads checkpoints."""
+        raise RuntimeError(
+            "A checkpoint exists only if all ranks report it: call report(metrics, checkpoint), "
+            "which uploads it, or copy it to build_checkpoint_path_from_name(name) in a "
+            "checkpoint_upload_fn of report."
+        )
+
+    def __repr__(self) -> str:
+        return f"StorageContext(filesystem={self.filesystem.type_name}, path={self.path})"
+
+
+class TrainContext:
+    """The rank of this process, and the run that it belongs to.
+
+    In a process that is not a rank, it describes the only rank of a world of size 1.
+
+    Follows ``ray.train.TrainContext``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.TrainContext.html
+
+    Examples
+    --------
+    >>> context = get_context()
+    >>> context.get_world_rank(), context.get_world_size()
+    (0, 1)
+    """
+
+    def get_world_rank(self) -> int:
+        """Return this rank's number among all ranks."""
+        return this_rank.get_global_rank()
+
+    def get_world_size(self) -> int:
+        """Return the number of ranks."""
+        return this_rank.get_world_size()
+
+    def get_local_rank(self) -> int:
+        """Return this rank's number on its node."""
+        return this_rank.get_local_rank()
+
+    def get_local_world_size(self) -> int:
+        """Return the number of ranks on this node."""
+        return this_rank.get_local_world_size()
+
+    def get_node_rank(self) -> int:
+        """Return the number of this rank's node."""
+        return this_rank.get_node_rank()
+
+    def get_experiment_name(self) -> str:
+        """Return the name of the training run; the run's id if it has none."""
+        return session.run_name
+
+    def get_storage(self) -> StorageContext:
+        """Return the run's folder in storage.
+
+        Raises
+        ------
+        RuntimeError
+            If this process is not a rank of a run, or the run has no storage.
+        DistributorError
+            At the first use in a rank, if the ranks do not share the storage.
+        """
+        reporter = session.reporter
+        return StorageContext(reporter.storage, reporter.custom_filesystem)
+
+    def get_trial_name(self) -> NoReturn:
+        """Raise DeprecationWarning: a run is no trial of Ray Tune."""
+        raise DeprecationWarning(_NO_TRIAL)
+
+    get_trial_id = get_trial_dir = get_trial_resources = get_trial_name
+
+    def get_metadata(self) -> NoReturn:
+        """Raise DeprecationWarning: pass metadata to the training function."""
+        raise DeprecationWarning(_NO_METADATA)
+
+
+def get_context() -> TrainContext:
+    """Return the rank of this process.
+
+    Follows ``ray.train.get_context``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.get_context.html
+
+    Returns
+    -------
+    TrainContext
+        The context. It can be used in any process.
+
+    Examples
+    --------
+    >>> get_context().get_local_rank()
+    0
+    """
+    return TrainContext()
+
+
+def is_preempted() -> bool:
+    """Return whether this run is about to lose a process, so that it can save a checkpoint.
+
+    Returns True once for each notice, at the same call in all ranks. A notice comes when Spark
+    begins to decommission an executor on a host of the ranks, when a rank receives SIGTERM, or when
+    the driver receives SIGTERM while ``run`` waits on its main thread; the driver then ends after
+    the next checkpoint that is reported. Report a checkpoint when this returns True, and continue.
+
+    Every rank must call this equally often, usually once per step. Until a notice comes, a call
+    costs next to nothing. A rank that calls it on its main thread survives its first SIGTERM,
+    unless the program handles SIGTERM itself. No storage is needed. Nodes without a network link to
+    the driver receive no notices, and Spark Connect does not report decommissioning.
+
+    Follows no API of Ray Train, which has no equivalent.
+
+    Returns
+    -------
+    bool
+        Whether a notice is due at this call; False in a process that is not a rank.
+
+    Examples
+    --------
+    >>> for step in range(3):
+    ...     if is_preempted() or step % 100 == 99:
+    ...         ...  # save, and report
+    """
+    return session.is_preempted()
+
+
+def get_preemption_info() -> PreemptionInfo | None:
+    """Return which ranks are about to be preempted, from the same call on in all ranks.
+
+    The same notices as those of `is_preempted`, and they come under the same conditions. Every
+    rank must call this equally often; calls of the two functions are counted separately.
+
+    Follows ``ray.train.get_preemption_info``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.get_preemption_info.html
+
+    Returns
+    -------
+    PreemptionInfo or None
+        The hosts of all notices so far, and their ranks; None before the first notice. The deadline
+        is not known.
+
+    Raises
+    ------
+    RuntimeError
+        If this process is not a rank of a run.
+
+    Examples
+    --------
+    >>> def train_func():
+    ...     for step in range(1000):
+    ...         info = get_preemption_info()
+    ...         if info is not None:
+    ...             ...  # save, report, and return
+    """
+    ranks = session.preempted_ranks()
+    return None if ranks is None else PreemptionInfo(None, ranks)

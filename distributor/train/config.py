@@ -9,15 +9,17 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 from distributor.core.rank_variables import DEFAULT_STORAGE_PATH, check_name
-from distributor.core.spelling import checks_keywords
+from distributor.core.spelling import checks_keywords, suggestion
+from distributor.data.dataframes import SparkDataset, is_dataframe
 from distributor.run_spec import new_run_id
 from distributor.screen.messages import warn_once
-from distributor.settings.types import (
+from distributor.settings import (
+    any_of,
     check_bool,
     check_env,
     check_gpu_type,
@@ -31,23 +33,17 @@ from distributor.settings.types import (
     number_of,
     optional,
 )
-from distributor.train.datasets import DataConfig
 from distributor.train.storage.checkpoint import Checkpoint
 
-LEVELS: dict[str, int] = {
-    name: getattr(logging, name)
-    for name in ("CRITICAL", "DEBUG", "ERROR", "FATAL", "INFO", "NOTSET", "WARN", "WARNING")
-}
+LEVELS = ("CRITICAL", "DEBUG", "ERROR", "FATAL", "INFO", "NOTSET", "WARN", "WARNING")
 _TASK_RESOURCES = (
     "Set the resources of a task for the cluster: spark.task.cpus, spark.task.resource.gpu.amount."
 )
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-_RESIZE_INTERVAL = 60.0
 _GPU_TYPES = {"A10G": "A10"}  # that Ray names differently
 _RUNTIME_ENV = {"env_vars": "env", "pip": "environment", "py_modules": "py_modules"}
 """The keys of Ray's runtime environments, and the settings that they determine."""
 _ENVIRONMENT = "Pass a packed environment as settings={'environment': 'environment.tar.gz'}."
-"""The default storage path if all ranks are on this machine."""
 
 
 class InvalidArgument(TypeError, ValueError):
@@ -66,30 +62,26 @@ def check_instance(name: str, value: object, kind: type) -> None:
     must_be(f"a {kind.__name__}", instance_of(kind), InvalidArgument)(name, value)
 
 
-_check_num_to_keep = optional(must_be("a number of checkpoints", number_of(int), TypeError))
-_check_metric = optional(must_be("the name of a metric", instance_of(str), TypeError))
-_check_order = must_be("'max' or 'min'", in_("max", "min"))
-_check_level = must_be(
-    f"one of {', '.join(LEVELS)}", lambda level: isinstance(level, str) and level.upper() in LEVELS
-)
-_check_init_method = must_be("'env' or 'tcp'", in_("env", "tcp"))
-_check_backend = optional(must_be("a string such as 'gloo' or 'nccl'", instance_of(str), TypeError))
-_check_interval = must_be("a number of seconds", number_of(int, float), InvalidArgument)
-_check_strategy = must_be(f"one of {', '.join(_STRATEGIES)}", in_(*_STRATEGIES))
-_check_modules = must_be(
-    "a list of modules, or of their names or paths",
-    items(Sequence, lambda module: True),
-    InvalidArgument,
-)
+check_order = must_be("'max' or 'min'", in_("max", "min"))
+
+
+def _check_interval(name: str, seconds: Any) -> None:
+    must_be("a number of seconds", number_of(int, float), InvalidArgument)(name, seconds)
+    if seconds < 0:
+        raise ValueError(f"{name} is negative: {seconds}.")
 
 
 class ChecksUnsupported:
-    """Rejects parameters of Ray's class that have no meaning on Spark."""
+    """A configuration that rejects parameters of Ray's class that have no meaning on Spark."""
 
     unsupported: ClassVar[Mapping[str, str]] = {}
     """By parameter, what to do instead. None, False and what is empty change nothing."""
 
-    def _check_unsupported(self) -> None:
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Check all fields; raises what the class documents."""
         for name, instead in self.unsupported.items():
             if value := getattr(self, name):
                 self._refuse(name, value, instead)
@@ -159,7 +151,7 @@ class ScalingConfig(ChecksUnsupported):
     label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
     use_tpu: bool = False
     topology: str | None = None
-    elastic_resize_monitor_interval_s: float = _RESIZE_INTERVAL
+    elastic_resize_monitor_interval_s: float = 60.0
     _: KW_ONLY
     local_mode: bool | None = None
 
@@ -169,17 +161,18 @@ class ScalingConfig(ChecksUnsupported):
         "topology": "Use GPUs or CPUs.",
     }
 
-    def __post_init__(self) -> None:
-        self.check()
-
     def check(self) -> None:
         """Check all fields; raises what the class documents."""
-        self._check_unsupported()
+        super().check()
         if not self.runs_in_process:
-            self._check_num_workers()
+            try:
+                check_num_processes("num_workers", self.num_workers)
+            except TypeError as error:
+                raise InvalidArgument(str(error)) from None
+            interval = self.elastic_resize_monitor_interval_s
+            _check_interval("elastic_resize_monitor_interval_s", interval)
         check_bool("use_gpu", self.use_gpu)
-        if self.local_mode is not None:
-            check_bool("local_mode", self.local_mode)
+        optional(check_bool)("local_mode", self.local_mode)
         check_gpu_type("accelerator_type", self.gpu_type)
         if self.accelerator_type and not self.use_gpu:
             raise ValueError(
@@ -188,16 +181,6 @@ class ScalingConfig(ChecksUnsupported):
             )
         self._check_resources()
         self._check_placement()
-
-    def _check_num_workers(self) -> None:
-        try:
-            check_num_processes("num_workers", self.num_workers)
-        except TypeError as error:
-            raise InvalidArgument(str(error)) from None
-        interval = self.elastic_resize_monitor_interval_s
-        _check_interval("elastic_resize_monitor_interval_s", interval)
-        if interval < 0:
-            raise ValueError(f"elastic_resize_monitor_interval_s is negative: {interval}.")
 
     def _check_resources(self) -> None:
         given = self.resources_per_worker or {}
@@ -222,9 +205,9 @@ class ScalingConfig(ChecksUnsupported):
         if not isinstance(labels, Sequence) or any(labels):
             self._refuse("label_selector", labels, "Spark places the tasks.")
         strategy = self.placement_strategy
-        _check_strategy("placement_strategy", strategy)
-        is_honoured = strategy == "STRICT_PACK" and self.local_mode
-        if strategy.startswith("STRICT") and not is_honoured:
+        is_known = must_be(f"one of {', '.join(_STRATEGIES)}", in_(*_STRATEGIES))
+        is_known("placement_strategy", strategy)
+        if strategy.startswith("STRICT") and not (strategy == "STRICT_PACK" and self.local_mode):
             self._refuse("placement_strategy", strategy, "Spark places the tasks.")
 
     @property
@@ -350,8 +333,9 @@ class TorchConfig(BackendConfig):
     timeout_s: int = 1800
 
     def __post_init__(self) -> None:
-        _check_init_method("init_method", self.init_method)
-        _check_backend("backend", self.backend)
+        must_be("'env' or 'tcp'", in_("env", "tcp"))("init_method", self.init_method)
+        is_name = must_be("a string such as 'gloo' or 'nccl'", instance_of(str), TypeError)
+        optional(is_name)("backend", self.backend)
         if not number_of(int, float)(self.timeout_s) or not self.timeout_s > 0:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, but is {self.timeout_s}."
@@ -413,30 +397,20 @@ class FailureConfig(ChecksUnsupported):
     relax_collectives_on_preemption: bool = False
     preemption_grace_s: float = 0.0
 
-    unsupported: ClassVar[Mapping[str, str]] = {
-        "fail_fast": "Pass max_failures=0.",
-    }
-
-    def __post_init__(self) -> None:
-        self.check()
+    unsupported: ClassVar[Mapping[str, str]] = {"fail_fast": "Pass max_failures=0."}
 
     def check(self) -> None:
         """Check all fields; raises what the class documents."""
-        self._check_unsupported()
+        super().check()
         check_max_failures("max_failures", self.max_failures)
         check_max_failures("max_preemption_failures", self.max_preemption_failures)
-        self._check_preemption()
+        check_bool("relax_collectives_on_preemption", self.relax_collectives_on_preemption)
+        _check_interval("preemption_grace_s", self.preemption_grace_s)
         if self.controller_failure_limit not in (-1, 0):
             instead = (
                 "Set how long a run waits for slots: RunConfig(settings={'start_timeout': s})."
             )
             self._refuse("controller_failure_limit", self.controller_failure_limit, instead)
-
-    def _check_preemption(self) -> None:
-        check_bool("relax_collectives_on_preemption", self.relax_collectives_on_preemption)
-        _check_interval("preemption_grace_s", self.preemption_grace_s)
-        if self.preemption_grace_s < 0:
-            raise ValueError(f"preemption_grace_s is negative: {self.preemption_grace_s}.")
         if self.relax_collectives_on_preemption:
             warn_once(
                 "relax_collectives_on_preemption has no effect: an attempt that loses a rank ends, "
@@ -496,21 +470,20 @@ class CheckpointConfig(ChecksUnsupported):
         "checkpoint_at_end": "Call report with a checkpoint in the training function.",
     }
 
-    def __post_init__(self) -> None:
-        self.check()
-
     def check(self) -> None:
         """Check all fields; raises what the class documents."""
-        self._check_unsupported()
+        super().check()
         count, attribute = self.num_to_keep, self.checkpoint_score_attribute
-        _check_num_to_keep("num_to_keep", count)
-        if count is not None and count < 1:
-            raise ValueError(
-                f"num_to_keep is {count}, but the latest checkpoint is always kept: pass 1 or "
-                "more, or None for all."
-            )
-        _check_metric("checkpoint_score_attribute", attribute)
-        _check_order("checkpoint_score_order", self.checkpoint_score_order)
+        if count is not None:
+            must_be("a number of checkpoints", number_of(int), TypeError)("num_to_keep", count)
+            if count < 1:
+                raise ValueError(
+                    f"num_to_keep is {count}, but the latest checkpoint is always kept: pass 1 or "
+                    "more, or None for all."
+                )
+        is_metric = must_be("the name of a metric", instance_of(str), TypeError)
+        optional(is_metric)("checkpoint_score_attribute", attribute)
+        check_order("checkpoint_score_order", self.checkpoint_score_order)
         if attribute is None and self.checkpoint_score_order != "max":
             warn_once(
                 "checkpoint_score_order has no effect: without checkpoint_score_attribute, "
@@ -550,13 +523,17 @@ class LoggingConfig:
 
     def check(self) -> None:
         """Check the level; raises what the class documents."""
-        _check_level("log_level", self.log_level)
-        self.log_level = self.log_level.upper()
+        upper = self.log_level.upper() if isinstance(self.log_level, str) else ""
+        if upper not in LEVELS:
+            raise ValueError(
+                f"log_level must be one of {', '.join(LEVELS)}, but is {self.log_level!r}."
+            )
+        self.log_level = upper
 
     @property
     def level(self) -> int:
         """The level's number."""
-        return LEVELS[self.log_level]
+        return int(getattr(logging, self.log_level))
 
 
 @dataclass
@@ -589,6 +566,82 @@ class SyncConfig:
     sync_timeout: int = 1800
     sync_artifacts: bool = False
     sync_artifacts_on_checkpoint: bool = True
+
+
+@dataclass(eq=False, repr=False)
+class DataConfig:
+    """How the datasets of a `TorchTrainer` are split among the ranks.
+
+    As in Ray Train, each rank gets the same number of rows of a dataset that is split, and the
+    rows that are left over are dropped: fewer than there are ranks.
+
+    Follows ``ray.train.DataConfig``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.DataConfig.html
+
+    Parameters
+    ----------
+    datasets_to_split : "all" or list of str, default "all"
+        The datasets that are split; each rank has all of the others.
+    execution_options : object, optional
+        Options of Ray Data, which have no effect here.
+    enable_shard_locality : bool, default True
+        Has no effect here.
+
+    Raises
+    ------
+    TypeError
+        If `datasets_to_split` is neither "all" nor a list.
+
+    Examples
+    --------
+    >>> data_config = DataConfig(datasets_to_split=[TRAIN_DATASET_KEY])
+    """
+
+    datasets_to_split: Literal["all"] | Sequence[str] = "all"
+    execution_options: Any = None
+    enable_shard_locality: bool = True
+
+    def __post_init__(self) -> None:
+        is_split = any_of(in_("all"), instance_of(list))
+        must_be("'all' or a list of names of datasets", is_split, TypeError)(
+            "datasets_to_split", self.datasets_to_split
+        )
+
+    def datasets_of(self, datasets: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the datasets of a trainer, with how ranks share those that are DataFrames.
+
+        Raises
+        ------
+        TypeError
+            If a name is no string, or a dataset of another type.
+        ValueError
+            If `datasets_to_split` has a name that no dataset has.
+        """
+        names = list(datasets) if self.datasets_to_split == "all" else self.datasets_to_split
+        if unknown := [name for name in names if name not in datasets]:
+            raise ValueError(
+                f"datasets_to_split has {unknown}, but TorchTrainer(datasets=...) has "
+                f"{sorted(datasets)}. {suggestion(unknown[0], datasets)}".rstrip()
+            )
+        return {name: _dataset(name, value, name in names) for name, value in datasets.items()}
+
+
+def _dataset(name: str, value: Any, split: bool) -> Any:
+    if not isinstance(name, str):
+        raise TypeError(f"The names of datasets must be strings, but {name!r} is not.")
+    if is_dataframe(value):
+        return SparkDataset(value, "drop", split, name)
+    if isinstance(value, SparkDataset):
+        return replace(value, name=name, split=value.split and split)
+    from distributor.data.shard import DatasetShard  # which needs pyarrow
+
+    if isinstance(value, DatasetShard):
+        return value
+    kind = f"{type(value).__module__}.{type(value).__name__}"
+    raise TypeError(
+        f"datasets[{name!r}] is of type {kind}. Pass a Spark DataFrame, or "
+        "distributor.data.from_parquet(path)."
+    )
 
 
 def _default_path() -> str:
@@ -680,7 +733,7 @@ class RunConfig(ChecksUnsupported):
         if isinstance(self.callbacks, UserCallback):
             self.callbacks = [self.callbacks]
         self.callbacks = self.callbacks or []
-        self.check()
+        super().__post_init__()
 
     @property
     def uses_default_path(self) -> bool:
@@ -689,7 +742,7 @@ class RunConfig(ChecksUnsupported):
 
     def check(self) -> None:
         """Check all fields; raises what the class documents."""
-        self._check_unsupported()
+        super().check()
         check_name("RunConfig.name", self.name)
         for name, kind in (
             ("failure_config", FailureConfig),
@@ -719,8 +772,11 @@ class RunConfig(ChecksUnsupported):
         if isinstance(pip := self.worker_runtime_env.get("pip"), (str, Mapping)):
             self._refuse("worker_runtime_env['pip']", pip, "Pass a list of requirements.")
         check_env("worker_runtime_env['env_vars']", self.worker_runtime_env.get("env_vars") or {})
-        modules = self.worker_runtime_env.get("py_modules") or []
-        _check_modules("worker_runtime_env['py_modules']", modules)
+        must_be(
+            "a list of modules, or of their names or paths",
+            items(Sequence, lambda module: True),
+            InvalidArgument,
+        )("worker_runtime_env['py_modules']", self.worker_runtime_env.get("py_modules") or [])
 
     def all_settings(self) -> dict[str, Any]:
         """Return `settings` together with those of `worker_runtime_env`.

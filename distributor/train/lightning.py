@@ -68,10 +68,7 @@ class _OfRank:
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """The arguments of the sampler that shards the data."""
         context = get_context()
-        return {
-            "num_replicas": context.get_world_size(),
-            "rank": context.get_world_rank(),
-        }
+        return {"num_replicas": context.get_world_size(), "rank": context.get_world_rank()}
 
 
 class RayDDPStrategy(_OfRank, pl.strategies.DDPStrategy):
@@ -196,11 +193,10 @@ class RayTrainReportCallback(pl.callbacks.Callback):
         super().__init__()
         self.validation = validation
         self.checkpoint_upload_mode = CheckpointUploadMode(checkpoint_upload_mode or "SYNC")
-        context = get_context()
         run = os.environ.get("TORCHELASTIC_RUN_ID", os.getpid())
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # The same on all ranks: a sharded strategy saves into the folder that rank 0 names.
-        name = f"lightning_checkpoints-{run}-{attempt}-{context.get_experiment_name()}"
+        name = f"lightning_checkpoints-{run}-{attempt}-{get_context().get_experiment_name()}"
         self.tmpdir_prefix = os.path.join(tempfile.gettempdir(), name)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

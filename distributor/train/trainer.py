@@ -9,23 +9,23 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from distributor.control.graceful_shutdown import Cancellation
+from distributor.control.waiting import Cancellation
 from distributor.core.cell_errors import ends_at_caller
 from distributor.core.files import absolute
 from distributor.core.rank_variables import CheckpointSettings
 from distributor.core.spelling import Spelling, checks_keywords, suggestion
-from distributor.data.dataframes import DatasetFinder, ShardReference
+from distributor.data.dataframes import DatasetFinder, ShardReference, open_shard
 from distributor.errors import RunCancelled
 from distributor.rank.context import worker_context
 from distributor.rank.messages import Reported
 from distributor.run_spec import new_run_id
 from distributor.screen.messages import notify, shown_from
-from distributor.settings.listener import Listener
-from distributor.settings.types import check_listeners, instance_of, must_be
+from distributor.settings import Listener, check_listeners, instance_of, must_be
 from distributor.spark.session import Session
 from distributor.spark.spark_job import CallSite
 from distributor.torch_distributor import TorchDistributor
 from distributor.train.config import (
+    DataConfig,
     InvalidArgument,
     RunConfig,
     ScalingConfig,
@@ -35,9 +35,7 @@ from distributor.train.config import (
     UserCallback,
     check_instance,
 )
-from distributor.train.datasets import DataConfig
-from distributor.train.errors import training_error
-from distributor.train.result import Result
+from distributor.train.result import Result, training_error
 from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage, latest_checkpoint, latest_positions
 from distributor.train.validation import ValidationConfig, ValidationQueue, validation_distributor
@@ -46,25 +44,11 @@ from distributor.train.worker_loop import WorkerLoop
 if TYPE_CHECKING:
     from distributor.data.shard import DatasetShard
 
-_SET_ELSEWHERE = {
-    "gpu_type",
-    "local_mode",
-    "max_failures",
-    "max_preemption_failures",
-    "name",
-    "num_processes",
-    "storage_path",
-    "use_gpu",
-}
-"""Parameters of `TorchDistributor` that other parameters than ``RunConfig.settings`` determine."""
 _SPELLING = Spelling(
     "TorchTrainer",
     "num_workers",
     "pass ScalingConfig(local_mode=True)",
     "pass ScalingConfig(use_gpu=False)",
-)
-_check_checkpoint = must_be(
-    "a Checkpoint, such as Checkpoint(path)", instance_of(Checkpoint), InvalidArgument
 )
 
 
@@ -165,7 +149,9 @@ class TorchTrainer:
                 "Checkpoint.set_metadata."
             )
         if resume_from_checkpoint is not None:
-            _check_checkpoint("resume_from_checkpoint", resume_from_checkpoint)
+            must_be(
+                "a Checkpoint, such as Checkpoint(path)", instance_of(Checkpoint), InvalidArgument
+            )("resume_from_checkpoint", resume_from_checkpoint)
             resume_from_checkpoint.check_exists()
         for name, value, kind in (
             ("torch_config", torch_config, TorchConfig),
@@ -305,12 +291,22 @@ class TorchTrainer:
     ) -> TorchDistributor:
         run, scaling = self.run_config, self.scaling_config
         given = run.all_settings()
-        if misplaced := _SET_ELSEWHERE & given.keys():
+        set_elsewhere: dict[str, Any] = {
+            "num_processes": scaling.num_workers,
+            "local_mode": local_mode,
+            "use_gpu": scaling.use_gpu,
+            "gpu_type": scaling.gpu_type,
+            "max_failures": run.failure_config.max_failures,
+            "max_preemption_failures": run.failure_config.max_preemption_failures,
+            "name": None,  # in `settings`, with the storage path
+            "storage_path": None,
+        }
+        if misplaced := set_elsewhere.keys() & given.keys():
             raise ValueError(
                 f"RunConfig.settings has {sorted(misplaced)}, which other parameters of "
                 "TorchTrainer and its configuration determine."
             )
-        known = {field.name for field in fields(TorchDistributor)} - _SET_ELSEWHERE
+        known = {field.name for field in fields(TorchDistributor)} - set_elsewhere.keys()
         if unknown := sorted(given.keys() - known):
             raise ValueError(f"RunConfig.settings has {unknown}. {suggestion(unknown[0], known)}")
         env = {**given.pop("env"), **settings.to_variable()}
@@ -318,17 +314,12 @@ class TorchTrainer:
         others = [others] if isinstance(others, Listener) else others
         check_listeners("listeners", others)
         return _Distributor(
-            scaling.num_workers,
-            local_mode=local_mode,
-            use_gpu=scaling.use_gpu,
-            gpu_type=scaling.gpu_type,
-            max_failures=run.failure_config.max_failures,
-            max_preemption_failures=run.failure_config.max_preemption_failures,
+            **set_elsewhere,
             env=env,
             listeners=(*others, listener),
             storage_filesystem=run.storage_filesystem,
             resume_from=self.resume_from_checkpoint,
-            seconds_between_resizes=scaling.elastic_resize_monitor_interval_s,
+            _resize_interval=scaling.elastic_resize_monitor_interval_s,
             **given,
         )
 
@@ -347,10 +338,7 @@ class TorchTrainer:
             "latest checkpoint."
         )
 
-    @classmethod
-    def can_restore(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise DeprecationWarning, as `restore` does."""
-        cls.restore()
+    can_restore = restore
 
 
 @dataclass(frozen=True, repr=False)
@@ -361,11 +349,7 @@ class _Distributor(TorchDistributor):
 
     storage_filesystem: Any = None
     resume_from: Checkpoint | None = None
-    seconds_between_resizes: float = 0.0
-
-    @property
-    def _resize_interval(self) -> float:
-        return self.seconds_between_resizes
+    _resize_interval: float = 0.0
 
     def _latest_checkpoint(self, settings: CheckpointSettings) -> str | None:
         return latest_checkpoint(settings, self.storage_filesystem)
@@ -400,22 +384,20 @@ def _open_storage(run: RunConfig, settings: CheckpointSettings) -> Storage:
     return storage
 
 
+@dataclass(eq=False)
 class _CallbackListener(Listener):
     """Passes a run's reports and failures to the user's callbacks."""
 
-    def __init__(
-        self, callbacks: Sequence[UserCallback], context: TrainRunContext, filesystem: Any
-    ) -> None:
-        self._callbacks = callbacks
-        self._context = context
-        self._filesystem = filesystem
+    callbacks: Sequence[UserCallback]
+    context: TrainRunContext
+    filesystem: Any
 
     def reported(self, report: Reported) -> None:
         path = report.checkpoint
-        checkpoint = None if path is None else Checkpoint(path, self._filesystem)
-        for callback in self._callbacks:
+        checkpoint = None if path is None else Checkpoint(path, self.filesystem)
+        for callback in self.callbacks:
             callback.after_report(
-                run_context=self._context,
+                run_context=self.context,
                 metrics=[dict(metrics) for metrics in report.metrics],
                 checkpoint=checkpoint,
             )
@@ -423,9 +405,9 @@ class _CallbackListener(Listener):
     def failed(self, attempt: int, error: Exception) -> None:
         failures = getattr(error, "rank_failures", {})
         exceptions = {rank: failure.exception() for rank, failure in failures.items()}
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             callback.after_exception(
-                run_context=self._context, worker_exceptions=exceptions or {0: error}
+                run_context=self.context, worker_exceptions=exceptions or {0: error}
             )
 
 
@@ -437,7 +419,6 @@ def _shards_in_process(datasets: Mapping[str, Any]) -> Iterator[Mapping[str, Dat
     if not finder.datasets:
         yield datasets
         return
-    from distributor.data.chunk_file import open_shard
     from distributor.launchers.spark.datasets import Datasets
 
     opened = Datasets(finder.datasets)

@@ -6,31 +6,26 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 from distributor.control.future import RunFuture
 from distributor.core.rank_variables import CheckpointSettings
 from distributor.core.spelling import Spelling
 from distributor.errors import RunCancelled, RunTimeout
-from distributor.prepared_run import plan
 from distributor.programs import check_runs, program_of
 from distributor.rank.messages import Reported
 from distributor.screen.messages import notify, warn
 from distributor.serialization.pickle_diagnostics import name_of
-from distributor.settings.listener import Listener
-from distributor.settings.types import check_bool, check_timeout, instance_of, must_be
+from distributor.settings import Listener, check_bool, check_timeout, instance_of, must_be
 from distributor.spark.plan import GPUS_OF_NESTED_RUNS, driver_gpus
 from distributor.spark.session import Session
-from distributor.torch_distributor import TorchDistributor
+from distributor.torch_distributor import TorchDistributor, plan
 from distributor.train.config import UnsupportedParameter
 from distributor.train.storage.checkpoint import Checkpoint, ReportedCheckpointStatus
-from distributor.train.storage.checkpoint_manager import remove_surplus
+from distributor.train.storage.checkpoint_manager import json_metrics, remove_surplus
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import Manifest, StoredValidation
-from distributor.train.storage.report_log import json_metrics
+from distributor.train.storage.files import Manifest, StoredValidation
 
 SOON = 1.0
 """Seconds that the end of the training waits for validations without a message."""
@@ -246,6 +241,7 @@ class ValidationCall:
         return json_metrics(metrics)
 
 
+@dataclass(eq=False)
 class ValidationQueue(Listener):
     """Validates checkpoints in the order of their reports; a context manager around a training.
 
@@ -255,40 +251,29 @@ class ValidationQueue(Listener):
     if this process is killed.
     """
 
-    def __init__(
-        self,
-        config: ValidationConfig,
-        storage: Storage,
-        settings: CheckpointSettings,
-        distributor: TorchDistributor,
-    ) -> None:
-        self._config = config
-        self._storage = storage
-        self._settings = settings
-        self._distributor = distributor
+    config: ValidationConfig
+    storage: Storage
+    settings: CheckpointSettings
+    distributor: TorchDistributor
+
+    def __post_init__(self) -> None:
         self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_cancelled = False
-        self._current: RunFuture[Any] | None = None
-        self._thread: threading.Thread
+        self._current: RunFuture[dict[str, Any]] | None = None
 
     def reported(self, report: Reported) -> None:
         if report.checkpoint is not None:
             self._names.put(report.checkpoint.rpartition("/")[2])
 
     def __enter__(self) -> ValidationQueue:
-        program_of(ValidationCall(self._config.fn), (None, {}), {})  # raises before the training
-        launcher = plan(self._distributor, 1, 1).launcher
+        program_of(ValidationCall(self.config.fn), (None, {}), {})  # raises before the training
+        launcher = plan(self.distributor, 1, 1).launcher
         self._thread = launcher.thread(self._run)
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for the validations, also if the training has failed; cancel them if it was."""
         if isinstance(error, RunCancelled) or not isinstance(error, (Exception, type(None))):
             self._cancel()  # for example, a KeyboardInterrupt
@@ -296,14 +281,18 @@ class ValidationQueue(Listener):
         try:
             self._thread.join(SOON)
             if self._thread.is_alive() and not self._is_cancelled:
-                how = "ended" if error is None else f"failed ({_summary(error)})"
+                how = "ended"
+                if error is not None:
+                    cause = error.__cause__ or error
+                    summary, _, _ = f"{type(cause).__name__}: {cause}".partition("\n")
+                    how = f"failed ({summary})"
                 notify(f"The training has {how}. Waiting for the validation of its checkpoints.")
             self._thread.join()
         except BaseException:
             self._cancel()
             raise
         if not self._is_cancelled:
-            for failure in remove_surplus(self._storage, self._settings):
+            for failure in remove_surplus(self.storage, self.settings):
                 warn(failure)
 
     def _cancel(self) -> None:
@@ -315,13 +304,13 @@ class ValidationQueue(Listener):
 
     def _run(self) -> None:
         self._validate_all()  # of a run of this name whose driver was killed
-        while (name := self._names.get()) is not None:
+        for name in iter(self._names.get, None):
             self._validate([name])
         self._validate_all()  # a checkpoint may exist although its report has been lost
 
     def _validate_all(self) -> None:
         try:
-            names = [name for name, _ in self._storage.committed()]
+            names = [name for name, _ in self.storage.committed()]
         except Exception as error:
             warn(f"The checkpoints that are to be validated cannot be listed: {error!r}.")
         else:
@@ -330,57 +319,40 @@ class ValidationQueue(Listener):
     def _validate(self, names: Sequence[str]) -> None:
         for name in names:
             try:
-                manifest = self._storage.manifest_of(name)
-                if manifest is not None and manifest.is_pending and not self._is_cancelled:
+                manifest = self.storage.manifest_of(name)
+                if manifest is not None and manifest.is_pending:
                     result = self._result_of(name, manifest)
                     if result is not None:
-                        self._storage.add_validation(name, result)
+                        self.storage.add_validation(name, result)
             except Exception as error:
                 warn(f"The validation of {name} is left to the next run of this name: {error!r}.")
 
     def _result_of(self, name: str, manifest: Manifest) -> StoredValidation | None:
         """Validate a checkpoint; return None if that is cancelled."""
-        task = self._config.task(manifest.validation or {})
+        task = self.config.task(manifest.validation or {})
         metrics: dict[str, Any] = {}
         try:
-            metrics = self._metrics_of(name, task)
+            with self._lock:
+                if self._is_cancelled:
+                    return None
+                distributor = replace(self.distributor, timeout=task.timeout_s)
+                call, checkpoint = ValidationCall(self.config.fn), self.storage.checkpoint(name)
+                running = distributor.submit(call, checkpoint, task.fn_kwargs or {})
+                self._current = running
+            metrics = running.result()
         except Exception as error:
             if self._is_cancelled:
                 return None
-            status = _status_after(error)
-            late = status is ReportedCheckpointStatus.VALIDATION_TIMEOUT
-            how = f"took longer than timeout_s, {task.timeout_s:g} s" if late else "failed"
-            warn(f"The validation of {name} {how}, so it adds no metrics. {_text(error)}")
+            failures = getattr(error, "rank_failures", {})
+            status, how = ReportedCheckpointStatus.VALIDATION_FAILED, "failed"
+            # A run that the function itself started may have raised RunTimeout, too.
+            if isinstance(error, RunTimeout) and not failures:
+                status = ReportedCheckpointStatus.VALIDATION_TIMEOUT
+                how = f"took longer than timeout_s, {task.timeout_s:g} s"
+            tracebacks = "\n".join(failure.text.rstrip() for failure in failures.values())
+            text = tracebacks or f"{type(error).__name__}: {error}"
+            warn(f"The validation of {name} {how}, so it adds no metrics. {text}")
         else:
             status = ReportedCheckpointStatus.VALIDATED
             notify(f"Validated {name}: {metrics}")
         return StoredValidation(index=manifest.index, status=status.name, metrics=metrics)
-
-    def _metrics_of(self, name: str, task: ValidationTaskConfig) -> dict[str, Any]:
-        call = ValidationCall(self._config.fn)
-        with self._lock:
-            if self._is_cancelled:
-                raise CancelledError
-            distributor = replace(self._distributor, timeout=task.timeout_s)
-            checkpoint = self._storage.checkpoint(name)
-            self._current = distributor.submit(call, checkpoint, task.fn_kwargs or {})
-        metrics: dict[str, Any] = self._current.result()
-        return metrics
-
-
-def _summary(error: BaseException) -> str:
-    cause = error.__cause__ or error
-    return f"{type(cause).__name__}: {cause}".partition("\n")[0]
-
-
-def _status_after(error: Exception) -> ReportedCheckpointStatus:
-    # A run that the function itself started may have raised RunTimeout, too.
-    if isinstance(error, RunTimeout) and not getattr(error, "rank_failures", {}):
-        return ReportedCheckpointStatus.VALIDATION_TIMEOUT
-    return ReportedCheckpointStatus.VALIDATION_FAILED
-
-
-def _text(error: Exception) -> str:
-    """Return an error with the traceback of its rank."""
-    failures = [failure.text.rstrip() for failure in getattr(error, "rank_failures", {}).values()]
-    return "\n".join(failures) or f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from distributor.programs import check_runs
 from distributor.rank.context import device
 from distributor.screen.messages import warn_once
 from distributor.serialization.pickle_diagnostics import name_of
-from distributor.settings.types import must_be
+from distributor.settings import must_be
 from distributor.train.config import InvalidArgument, TorchConfig
 from distributor.train.runtime.session import InProcessRun, needs_process_group, session
 from distributor.train.storage.checkpoint import Checkpoint

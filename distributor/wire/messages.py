@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from distributor.errors import DistributorError
 from distributor.serialization.outcome import Failure, Value
@@ -13,6 +14,21 @@ from distributor.serialization.outcome import Failure, Value
 Stream = Literal["stdout", "stderr"]
 # What ranks print and report, and the node's system metrics, which its first rank reports.
 Source = Stream | Literal["progress", "usage"]
+
+HERE: Final = -1
+"""The node index of messages that the driver posts to itself."""
+
+
+class Lost(enum.Enum):
+    """Follows a node's last message; an Enum so that ``message is LOST`` narrows its type."""
+
+    LOST = "lost"
+    SILENT = "silent"
+
+
+LOST: Final = Lost.LOST
+SILENT: Final = Lost.SILENT
+"""Comes before `LOST` if the connection is open, but the node has been silent for too long."""
 
 
 @dataclass(frozen=True)

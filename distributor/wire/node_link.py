@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from distributor.core.threads import MessageQueue
 from distributor.serialization.outcome import Value
-from distributor.wire.hub import HERE, LOST
-from distributor.wire.messages import Output, WholeValue
+from distributor.wire.messages import HERE, LOST, Output, WholeValue
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class QueueLinks:
     """The driver's end of links in this process: one queue, from which the driver takes."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
+        self._queue: MessageQueue[tuple[int, object]] = MessageQueue()
         self._nodes: dict[int, Callable[[object], object]] = {}
         self._backlog = 0
         self._is_limited = True
@@ -108,7 +108,7 @@ class QueueLinks:
 
     def get(self, timeout: float) -> tuple[int, object] | None:
         try:
-            node, message = self._queue.get(timeout=max(timeout, 0.0))
+            node, message = self._queue.get(timeout)
         except queue.Empty:
             return None
         if isinstance(message, Output):

@@ -121,12 +121,12 @@ def hello(secret: bytes, greeting: bytes, nonce: bytes, node: int) -> bytes:
     if magic != MAGIC:
         raise RunNotServed("what answered is not a distributor hub of this version")
     key, index = run_key(secret), HEADER.pack(node)
-    return HELLO.pack(key, index, nonce, _proof(secret, b"client", hub_nonce, nonce, key, index))
+    return HELLO.pack(key, index, nonce, _hmac(secret, b"client", hub_nonce, nonce, key, index))
 
 
 def run_key(secret: bytes) -> bytes:
     """Return the key that identifies a secret's run without revealing the secret."""
-    return _proof(secret, b"run")[:KEY_SIZE]
+    return _hmac(secret, b"run")[:KEY_SIZE]
 
 
 def key_in(answer: bytes | bytearray) -> bytes:
@@ -141,10 +141,10 @@ def is_probe(answer: bytes | bytearray) -> bool:
 def admit(secret: bytes, hub_nonce: bytes, answer: bytes | bytearray) -> tuple[int, bytes, Session]:
     """Check a link's hello; return its node index, the welcome to send, and the hub's session."""
     key, index, nonce, proof = HELLO.unpack(answer)
-    if not hmac.compare_digest(proof, _proof(secret, b"client", hub_nonce, nonce, key, index)):
+    if not hmac.compare_digest(proof, _hmac(secret, b"client", hub_nonce, nonce, key, index)):
         raise HandshakeRefused("the peer does not hold the run's secret")
     upward, downward = _tags(secret, hub_nonce, nonce)
-    welcome = _proof(secret, b"server", nonce, hub_nonce)
+    welcome = _hmac(secret, b"server", nonce, hub_nonce)
     return HEADER.unpack(index)[0], welcome, Session(sent=downward, received=upward)
 
 
@@ -153,7 +153,7 @@ def check_welcome(secret: bytes, greeting: bytes, nonce: bytes, welcome: bytes) 
     _, hub_nonce = GREETING.unpack(greeting)
     if welcome == UNKNOWN_RUN:
         raise RunNotServed("the hub there serves other runs")
-    if not hmac.compare_digest(welcome, _proof(secret, b"server", nonce, hub_nonce)):
+    if not hmac.compare_digest(welcome, _hmac(secret, b"server", nonce, hub_nonce)):
         raise RunNotServed("the hub does not hold the run's secret")
     upward, downward = _tags(secret, hub_nonce, nonce)
     return Session(sent=upward, received=downward)
@@ -196,12 +196,12 @@ def tune(sock: socket.socket) -> None:
 
 def _tags(secret: bytes, hub_nonce: bytes, nonce: bytes) -> tuple[FrameTags, FrameTags]:
     """Return the tags of the frames to the hub, and of those from it."""
-    upward = _proof(secret, b"frames to the hub", hub_nonce, nonce)
-    return FrameTags(upward), FrameTags(_proof(secret, b"frames of the hub", hub_nonce, nonce))
+    upward = _hmac(secret, b"frames to the hub", hub_nonce, nonce)
+    return FrameTags(upward), FrameTags(_hmac(secret, b"frames of the hub", hub_nonce, nonce))
 
 
-def _proof(secret: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(secret, b"".join(parts), "sha256")
+def _hmac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), "sha256")
 
 
 # A rank's exception may hold a secret in its arguments. If its node has no link, it reaches the
@@ -256,7 +256,3 @@ def _xor(data: bytes, nonce: bytes, secret: bytes) -> bytes:
     stream = b"".join(_hmac(key, nonce + block.to_bytes(8, "big")) for block in blocks)
     mixed = int.from_bytes(data, "big") ^ int.from_bytes(stream[: len(data)], "big")
     return mixed.to_bytes(len(data), "big")
-
-
-def _hmac(key: bytes, message: bytes) -> bytes:
-    return hmac.digest(key, message, "sha256")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -13,28 +14,113 @@ from typing import Any, BinaryIO
 
 from distributor.serialization.outcome import Value
 from distributor.wire import protocol
-from distributor.wire.connection import connect, is_served
 from distributor.wire.messages import Heartbeat, ValuePart, ValueReceived, ValueRefused, ValueStart
-from distributor.wire.node_link import Delivery
+from distributor.wire.node_link import MAX_BACKLOG, Delivery
 
+CLOSE_SECONDS = 5.0
+"""Seconds to send what is queued when a link is closed."""
 _CHUNK = 256 * 2**10  # bytes per call of the kernel, small enough that the backlog shrinks visibly
 
 _log = logging.getLogger(__name__)
 
 
+def _connect(
+    host: str,
+    port: int,
+    secret: bytes,
+    node: int,
+    timeout: float,
+    handshake_timeout: float | None,
+) -> tuple[socket.socket, protocol.Session]:
+    """Connect as ``node`` to the run with this secret; return a blocking socket and its session."""
+    limit = timeout
+    try:
+        sock = _dial(host, port, time.monotonic() + timeout)
+        try:
+            # The kernel accepts connections for a listener that is too busy to answer at once.
+            limit = handshake_timeout or timeout
+            session = _prove(sock, secret, node, time.monotonic() + limit)
+        except BaseException:
+            sock.close()
+            raise
+    except TimeoutError as error:
+        raise TimeoutError(f"no hub answers at {host}:{port} within {limit:g} s") from error
+    sock.settimeout(None)
+    return sock, session
+
+
+def _is_served(host: str, port: int, secret: bytes, *, timeout: float) -> bool:
+    """Ask what listens at an address whether it serves the run with this secret.
+
+    False: it says nothing; it is stopped, too busy or not the hub. RunNotServed: certainly not.
+    """
+    with _dial(host, port, time.monotonic() + timeout) as sock:
+        try:
+            _prove(sock, secret, protocol.PROBE, time.monotonic() + timeout)
+        except TimeoutError:
+            return False
+    return True
+
+
+def _dial(host: str, port: int, deadline: float) -> socket.socket:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    *others, last = [str(address[0]) for *_, address in found]
+    for tried, address in enumerate(others):
+        # Each address gets a share of the time, in case one drops packets silently.
+        with contextlib.suppress(OSError):
+            return socket.create_connection((address, port), _left(deadline) / (len(found) - tried))
+    return socket.create_connection((last, port), _left(deadline))
+
+
+def _prove(sock: socket.socket, secret: bytes, node: int, deadline: float) -> protocol.Session:
+    protocol.tune(sock)
+    nonce = os.urandom(protocol.NONCE_SIZE)
+    greeting = _receive(sock, protocol.GREETING.size, deadline)
+    sock.sendall(protocol.hello(secret, greeting, nonce, node))
+    welcome = _receive(sock, protocol.WELCOME.size, deadline)
+    return protocol.check_welcome(secret, greeting, nonce, welcome)
+
+
+def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < size:
+        sock.settimeout(_left(deadline))
+        part = sock.recv(size - len(received))
+        if not part:
+            raise protocol.HandshakeRefused("the hub hung up: a wrong secret, or a node twice")
+        received += part
+    return received
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
+
+
 class Link:
-    """An authenticated connection to a hub; use `Link.connect`."""
+    """A connection to a hub as ``node``, with authentication in both directions.
+
+    The reader's thread calls ``on_message``, perhaps before the constructor returns, also with
+    heartbeats; if it raises, the link is lost. Unless `close` ended the link, ``on_lost`` is called
+    last.
+    """
 
     def __init__(
         self,
-        sock: socket.socket,
-        session: protocol.Session,
-        on_message: Callable[[object], None],
-        on_lost: Callable[[], None],
+        host: str,
+        port: int,
+        secret: bytes,
+        node: int,
+        *,
+        timeout: float,
+        handshake_timeout: float | None = None,
+        on_message: Callable[[object], object],
+        on_lost: Callable[[], object] = lambda: None,
     ) -> None:
         self.lost = False  # ended without a call of `close`, or before all messages were sent
-        self._sock = sock
-        self._session = session
+        self._sock, self._session = _connect(host, port, secret, node, timeout, handshake_timeout)
         self._on_message = on_message
         self._on_lost = on_lost
         self._changed = threading.Condition()
@@ -45,34 +131,11 @@ class Link:
             threading.Thread(target=self._send_all, name="distributor-link-sender", daemon=True),
             threading.Thread(target=self._read_all, name="distributor-link-reader", daemon=True),
         ]
-        for thread in self._threads:
-            thread.start()
-
-    @classmethod
-    def connect(
-        cls,
-        host: str,
-        port: int,
-        secret: bytes,
-        node: int,
-        *,
-        timeout: float,
-        handshake_timeout: float | None = None,
-        on_message: Callable[[object], None],
-        on_lost: Callable[[], None] = lambda: None,
-    ) -> Link:
-        """Connect to a hub as ``node``, with authentication in both directions.
-
-        The reader's thread calls ``on_message``, perhaps before this returns, also with heartbeats;
-        if it raises, the link is lost. Unless `close` ended the link, ``on_lost`` is called last.
-        """
-        sock, session = connect(
-            host, port, secret, node, timeout=timeout, handshake_timeout=handshake_timeout
-        )
         try:
-            return cls(sock, session, on_message, on_lost)
+            for thread in self._threads:
+                thread.start()
         except BaseException:
-            sock.close()
+            self._sock.close()
             raise
 
     def __enter__(self) -> Link:
@@ -101,7 +164,7 @@ class Link:
             self._changed.wait_for(lambda: self.lost or self._backlog < limit, timeout)
             return not self.lost and self._backlog < limit
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Send what is queued, and wait until the hub closes in answer, at most ``timeout``."""
         with self._changed:
             self._closing = True
@@ -283,7 +346,7 @@ class DriverLease:
     def _is_driver_gone(self) -> bool:
         """Return whether the driver certainly does not listen; renew the lease if it may."""
         try:
-            proved = is_served(*self._hub, self._secret, timeout=CHECK_SECONDS)
+            proved = _is_served(*self._hub, self._secret, timeout=CHECK_SECONDS)
         except (ConnectionRefusedError, protocol.RunNotServed):
             return True
         except OSError:
@@ -301,12 +364,10 @@ HANDSHAKE_SECONDS = 20.0
 """Seconds for the hub's answer, which a driver whose interpreter is busy gives late."""
 STALL_SECONDS = 60.0
 """Seconds without progress after which a value goes another way."""
-MAX_BACKLOG = 8 * 2**20
-"""Bytes that may wait in the link before a writer pauses."""
 
 
-class TcpLink:
-    """A node's link to the hub.
+class TcpLink(Link):
+    """A node's link to the hub, with its lease.
 
     Parameters
     ----------
@@ -338,13 +399,12 @@ class TcpLink:
         on_lost: Callable[[], object],
         on_driver_lost: Callable[[str], object],
     ) -> None:
-        self._on_message = on_message
-        self._on_lost = on_lost
+        self._pass_on = on_message
+        self._note_lost = on_lost
         self._received: set[int] = set()
         self._refused: dict[int, int] = {}
-        self._changed = threading.Condition()
         self._lease = DriverLease(hub, secret, on_driver_lost)
-        self._link = Link.connect(
+        super().__init__(
             *hub,
             secret,
             node,
@@ -355,15 +415,8 @@ class TcpLink:
         )
         self._lease.start()
 
-    @property
-    def lost(self) -> bool:
-        return self._link.lost
-
-    def send(self, message: object) -> None:
-        self._link.send(message)
-
     def has_room(self) -> bool:
-        return self._link.backlog() < MAX_BACKLOG
+        return self.backlog() < MAX_BACKLOG
 
     def deliver(self, values: Sequence[Value]) -> Delivery:
         sent = {value.rank for value in values if self._send_value(value)}
@@ -373,38 +426,35 @@ class TcpLink:
             )
             return Delivery(frozenset(sent & self._received), dict(self._refused))
 
-    def close(self) -> None:
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
         self._lease.close()
-        self._link.close()
+        super().close(timeout)
 
     def _send_value(self, value: Value) -> bool:
         """Send one value; return False if it is not needed, refused, or makes no progress."""
         if not value.size:
             return False  # the run does not return what this rank returned
-        self._link.send(ValueStart(value.rank, value.size))
+        self.send(ValueStart(value.rank, value.size))
         for data in value.parts():
             if value.rank in self._refused:
                 return False
-            if not self._link.wait_below(MAX_BACKLOG, STALL_SECONDS):
+            if not self.wait_below(MAX_BACKLOG, STALL_SECONDS):
                 return False
-            self._link.send(ValuePart(value.rank, data))
+            self.send(ValuePart(value.rank, data))
         return True
 
     def _receive(self, message: Any) -> None:
         self._lease.renew()
-        if isinstance(message, ValueReceived):
-            self._note(lambda: self._received.add(message.rank))
-        elif isinstance(message, ValueRefused):
-            self._note(lambda: self._refused.update({message.rank: message.room}))
-        else:
-            self._on_message(message)
+        if not isinstance(message, (ValueReceived, ValueRefused)):
+            self._pass_on(message)
+            return
+        with self._changed:
+            if isinstance(message, ValueReceived):
+                self._received.add(message.rank)
+            else:
+                self._refused[message.rank] = message.room
+            self._changed.notify_all()
 
     def _handle_lost(self) -> None:
         self._lease.link_lost()
-        self._note(lambda: None)
-        self._on_lost()
-
-    def _note(self, change: Callable[[], object]) -> None:
-        with self._changed:
-            change()
-            self._changed.notify_all()
+        self._note_lost()

@@ -13,7 +13,7 @@ import pytest
 from support.waiting import until
 
 from distributor import TorchDistributor
-from distributor.control import controller, polling
+from distributor.control import controller, waiting
 from distributor.control import nodes as rendezvous
 from distributor.control.controller import Controller
 from distributor.control.run import Attempt, Handle, Launcher, NodesEnded, NodeStarts, Resized, Run
@@ -25,15 +25,15 @@ from distributor.errors import (
     RunTimeout,
     StartTimeout,
 )
-from distributor.launchers.spark import task_starts
-from distributor.launchers.spark.task_starts import TaskStarts
+from distributor.launchers.spark import slots as task_starts
+from distributor.launchers.spark.slots import TaskStarts
 from distributor.node.node import Node
 from distributor.node.process.specs import NodeShare
 from distributor.policies import UNLINKED_SECONDS, Deadlines
 from distributor.programs import program_of
 from distributor.run_spec import RunSpec, Settings
 from distributor.serialization.outcome import Outcome
-from distributor.settings.fields import rank_settings
+from distributor.settings import rank_settings
 from distributor.wire.hub import Hub
 from distributor.wire.messages import (
     Heartbeat,
@@ -70,7 +70,7 @@ class FakeNode:
         prepares: bool = False,
     ) -> None:
         self.received: queue.Queue[object] = queue.Queue()
-        self._link = Link.connect(
+        self._link = Link(
             "127.0.0.1", hub.port, SECRET, number, timeout=SOON, on_message=self._receive
         )
         self._up = NodeUp(f"host{number}", versions or {})
@@ -114,8 +114,6 @@ class FollowedRun:
         self._handle = Handle(
             links=hub,
             num_nodes=NODES,
-            ranks_per_node=1,
-            training="distributed training",
             cancel=self._cancel,
             starts=tasks,
             further_ranks=lambda: self.further_ranks,
@@ -240,7 +238,7 @@ def test_all_nodes_go_on_without_links_if_one_has_none_in_time(
 def test_the_rendezvous_waits_for_nodes_that_prepare_their_environment(
     run: FollowedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(polling, "REMINDER_SECONDS", SHORT)
+    monkeypatch.setattr(waiting, "REMINDER_SECONDS", SHORT)
     slow = [FakeNode(run.hub, number, prepares=True) for number in (1, 2)]
     first = FakeNode(run.hub, 0)
     first.send(Rendezvous("127.0.0.1", 1))

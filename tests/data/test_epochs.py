@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributor.data.epochs import Epoch, Layout, Order, Span
-from distributor.data.source import Equal
+from distributor.data.epochs import Epoch, Equal, Layout, Order, Span
 
 CHUNKS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 RANKS = st.integers(1, 5)

@@ -15,7 +15,7 @@ import torch
 from support.tables import TableSource, points, shard_of
 
 from distributor import TorchDistributor, runtime
-from distributor.data.source import is_rank_share
+from distributor.data.torch_datasets import is_rank_share
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.slow

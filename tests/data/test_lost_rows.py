@@ -15,6 +15,7 @@ import pytest
 from conftest import facts_in
 
 from distributor.data.chunk_file import DatasetSpec, write_chunks
+from distributor.data.epochs import Layout
 from distributor.errors import DistributorError
 
 pytestmark = pytest.mark.spark
@@ -95,14 +96,11 @@ def test_rows_that_spark_has_computed_differently_are_an_error(tmp_path: Path) -
     message = b"rows"
     spec = DatasetSpec(
         name="df",
-        schema=b"",
+        schema=pa.schema([]),
         vectors=frozenset(),
-        chunk_rows=np.ones(2, np.int64),
-        chunk_bytes=np.full(2, len(message)),
+        layout=Layout(np.ones(2, np.int64), np.full(2, len(message)), equal=False),
         checksums=np.array([zlib.crc32(message), zlib.crc32(b"other rows")]),
         null_counts={},
-        equal=False,
-        split=True,
     )
     chunks = pa.table(
         {"node": [0] * 2, "dataset": [0] * 2, "chunk": [0, 1], "message": [message] * 2}

@@ -14,7 +14,7 @@ from support.settings_table import ADMIN_DEFAULTS, defaults_table, settings_tabl
 
 from distributor import TorchDistributor
 from distributor.run_spec import Settings
-from distributor.settings.fields import admin_defaults
+from distributor.settings import admin_defaults
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 VALUES = {  # three texts of a variable or Spark property for each, with the setting's value

@@ -32,7 +32,7 @@ import json, os, sys, threading, time
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 from pyspark.sql import SparkSession
 from distributor import TorchDistributor
-from distributor.settings.listener import Listener
+from distributor.settings import Listener
 
 builder = SparkSession.builder.master("local-cluster[3,1,900]")
 builder = builder.config("spark.ui.enabled", "false").config("spark.log.level", "OFF")

@@ -23,8 +23,8 @@ from support.waiting import until
 from distributor import NodeLost, TorchDistributor
 from distributor._compat import pyspark as private
 from distributor._compat.pyspark import jobs_with_tag
-from distributor.control.graceful_shutdown import Cancellation
 from distributor.control.run import NodeEnded
+from distributor.control.waiting import Cancellation
 from distributor.launchers.spark import executors
 from distributor.launchers.spark.gang import Gang
 from distributor.wire.hub import Hub

@@ -13,7 +13,7 @@ import pytest
 from distributor._compat import pyspark as private
 from distributor.errors import ApplicationEnded
 from distributor.spark import application as application_end
-from distributor.spark import package_shipping as executor_files
+from distributor.spark import shipping as executor_files
 
 
 def test_a_connect_server_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.waiting import SOON, until
 
-from distributor.launchers.spark.task.result_rows import ROW_SCHEMA
+from distributor.launchers.spark.task.task_data import ROW_SCHEMA
 from distributor.spark.session import Session
 from distributor.spark.spark_job import CallSite, SparkJob
 

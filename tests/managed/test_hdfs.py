@@ -9,7 +9,7 @@ import pyarrow.fs as pafs
 import pytest
 from support.managed import ManagedSession, manager, properties_of_hadoop, why_missing
 
-from distributor.filesystems import HDFS, resolve_address
+from distributor.filesystems import HDFS, resolve
 from distributor.train import Result
 
 WHY = why_missing("yarn")
@@ -64,7 +64,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagedSession
 def folder() -> Iterator[str]:
     """Return the address of a new folder, and remove it at the end."""
     address = f"hdfs:///tmp/distributor-tests-{secrets.token_hex(4)}"
-    filesystem, inside = resolve_address(address)
+    filesystem, inside = resolve(address)
     filesystem.create_dir(inside)
     yield address
     filesystem.delete_dir(inside)

@@ -19,7 +19,7 @@ from conftest import facts_in, needs_java
 from torch.nn.functional import cross_entropy
 
 from distributor.ml import TorchEstimator, TorchModel
-from distributor.ml.prediction import Predictor, meaning_for
+from distributor.ml.training import Predictor, meaning_for
 from distributor.train import Result
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -15,13 +15,9 @@ from pathlib import Path
 import pytest
 from support.waiting import SOON, until
 
-from distributor.environments import unpack
 from distributor.errors import ExecutorNotReady, StartTimeout
-from distributor.node.environment.cache import (
-    Build,
-    build_once,
-    cache_folder,
-)
+from distributor.node.cache import Build, build_once, cache_folder
+from distributor.programs import unpack
 from distributor.train.storage.checkpoint import shared_download
 
 
@@ -32,7 +28,7 @@ def build_now(folder: Path, build: Build = lambda *_: None, seconds: float = SOO
 
 HALF = """
 import pathlib, signal, sys, time
-from distributor.node.environment.cache import build_once
+from distributor.node.cache import build_once
 
 def make(folder, lock):
     (folder / "half").touch()

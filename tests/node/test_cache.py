@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from support.waiting import SOON, until
 
-from distributor.node.environment.cache import (
+from distributor.node.cache import (
+    CACHE_DAYS,
+    CACHE_GB,
     DAY_SECONDS,
-    CacheLimits,
+    GB_BYTES,
     build_once,
     cached_environments,
-    remove_leftovers,
     trim,
 )
 
@@ -68,7 +69,7 @@ def test_an_environment_not_used_for_long_is_removed(cache: Path) -> None:
     kept = create(cache, 2, days_ago=29)
     other = cache / "of the user"
     other.mkdir()
-    trim(cache, CacheLimits.of({}))
+    trim(cache, {})
     assert names(cache) == [other.name, kept.name, f"{kept.name}.lock"]
 
 
@@ -77,25 +78,25 @@ def test_the_least_recently_used_goes_first(cache: Path) -> None:
         create(cache, number, days_ago=days)
     with used(cache, 2):
         pass  # so that it is the most recently used
-    trim(cache, CacheLimits(days=30, size=2.5 * MEGABYTE))
+    trim(cache, {CACHE_GB: str(2.5 * MEGABYTE / GB_BYTES)})
     assert [each.path for each in cached_environments(cache)] == [place(cache, 1), place(cache, 2)]
 
 
 def test_an_environment_in_use_is_never_removed(cache: Path) -> None:
     with used(cache, 1) as folder:
-        trim(cache, CacheLimits(days=0))
+        trim(cache, {CACHE_DAYS: "0"})
         assert (folder / "content").exists()
-    trim(cache, CacheLimits(days=0))
+    trim(cache, {CACHE_DAYS: "0"})
     assert names(cache) == []
 
 
 CLEANING = """
 import shutil, signal, sys
 from pathlib import Path
-from distributor.node.environment.cache import CacheLimits, trim
+from distributor.node.cache import trim
 
 shutil.rmtree = lambda *args, **options: signal.pause()
-trim(Path(sys.argv[1]), CacheLimits(days=0))
+trim(Path(sys.argv[1]), {"DISTRIBUTOR_CACHE_DAYS": "0"})
 """
 
 
@@ -109,5 +110,5 @@ def test_a_killed_cleaner_leaves_no_partly_removed_environment(cache: Path) -> N
     assert left.endswith(".removed")
     with used(cache, 1):
         assert (folder / "content").stat().st_size == MEGABYTE
-        remove_leftovers(cache)
+        trim(cache, {})
         assert names(cache) == [folder.name, f"{folder.name}.lock"]

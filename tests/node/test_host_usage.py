@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from distributor.node.agent import system_metrics as host_usage
+from distributor.node.agent import usage as host_usage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

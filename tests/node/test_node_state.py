@@ -13,15 +13,13 @@ from unittest.mock import Mock
 import pytest
 
 from distributor.errors import DistributorError, StartTimeout
-from distributor.node.agent import termination
-from distributor.node.agent.worker_handle import RankStarter
-from distributor.node.lifecycle import NodeEvent, NodeLifecycle, NodeState
-from distributor.node.node import Node
-from distributor.node.process.spawner import Interpreter, StartLimit
+from distributor.node.agent import agent
+from distributor.node.agent.worker_handle import start_worker
+from distributor.node.node import Node, NodeEvent, NodeState
 from distributor.node.process.specs import NodeShare
-from distributor.node.process.supervisor import start_supervisor
+from distributor.node.process.supervisor import Interpreter, StartLimit, start_supervisor
 from distributor.run_spec import Settings
-from distributor.settings.fields import rank_settings
+from distributor.settings import rank_settings
 
 SUCCESS = (
     NodeEvent.CONNECTED,
@@ -44,25 +42,13 @@ SETTINGS = rank_settings(Settings(warm=False))
 SHARE = NodeShare(run_id="run", host="here", ranks_per_node=1, secret=bytes(32), settings=SETTINGS)
 
 
-class NoNode:
-    """A node that does nothing."""
-
-    def report_preparing(self) -> None:
-        pass
-
-    def report_work_done(self) -> None:
-        pass
-
-    def stop_ranks(self) -> None:
-        pass
-
-
-def after(num_events: int) -> NodeLifecycle:
+def after(num_events: int) -> Node:
     """Return a node after so many events of a successful run."""
-    lifecycle = NodeLifecycle(NoNode())
+    node = Node(SHARE)
+    node.link = Mock(lost=False)
     for event in SUCCESS[:num_events]:
-        assert lifecycle.fire(event)
-    return lifecycle
+        assert node.fire(event)
+    return node
 
 
 def test_a_successful_node_passes_through_all_states() -> None:
@@ -80,28 +66,28 @@ def test_the_driver_ends_a_node_until_its_ranks_have_ended(
     event: NodeEvent, state: NodeState
 ) -> None:
     for num_events, before in enumerate(STATES):
-        lifecycle = after(num_events)
+        node = after(num_events)
         has_ended = num_events >= STATES.index(NodeState.DELIVERING)
-        assert lifecycle.fire(event) == (not has_ended)
-        assert lifecycle.is_ended_by_driver == (not has_ended)
-        assert lifecycle.state is (before if has_ended else state)
+        assert node.fire(event) == (not has_ended)
+        assert node.is_stopped == (not has_ended)
+        assert node.state is (before if has_ended else state)
 
 
 def test_an_exception_fails_a_node_that_is_not_done() -> None:
     for num_events, before in enumerate(STATES):
-        lifecycle = after(num_events)
-        lifecycle.fire(NodeEvent.ERROR_RAISED)
+        node = after(num_events)
+        node.fire(NodeEvent.ERROR_RAISED)
         is_done = before is NodeState.DONE
-        assert lifecycle.state is (NodeState.DONE if is_done else NodeState.FAILED)
+        assert node.state is (NodeState.DONE if is_done else NodeState.FAILED)
 
 
 @pytest.mark.parametrize("event", [NodeEvent.RANK_FAILED, NodeEvent.STOP_RECEIVED])
 def test_a_node_whose_run_has_failed_delivers_nothing(event: NodeEvent) -> None:
-    lifecycle = after(STATES.index(NodeState.RUNNING))
-    assert lifecycle.fire(event)
+    node = after(STATES.index(NodeState.RUNNING))
+    assert node.fire(event)
     for late_event in (NodeEvent.WORK_DONE, NodeEvent.RANKS_ENDED, NodeEvent.VALUES_DELIVERED):
-        assert not lifecycle.fire(late_event)
-    assert lifecycle.state in (NodeState.FAILED, NodeState.STOPPED)
+        assert not node.fire(late_event)
+    assert node.state in (NodeState.FAILED, NodeState.STOPPED)
 
 
 def test_what_a_node_prepares_is_part_of_start_timeout() -> None:
@@ -117,10 +103,9 @@ def test_what_a_node_prepares_is_part_of_start_timeout() -> None:
 def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:
     spawner = Mock(start=Mock(side_effect=OSError("no further process")))
     with tempfile.TemporaryFile() as program:
-        starter = RankStarter(SHARE, program, spawner, None, None, lambda: None)
         before = os.listdir("/proc/self/fd")
         with pytest.raises(OSError, match="no further process") as error:
-            starter.start(0)
+            start_worker(SHARE, 0, program, spawner, on_exit=lambda: None)
         assert os.listdir("/proc/self/fd") == before, "although the error is kept"
         assert error.traceback
 
@@ -135,10 +120,10 @@ def test_a_supervisor_that_cannot_be_started_leaves_no_descriptor() -> None:
 
 def test_the_stacks_of_lingering_ranks_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may take seconds, in which the agent does nothing else."""
-    dump = Mock(return_value={})
-    monkeypatch.setattr(termination, "dump_stacks", dump)
+    dump = Mock(return_value=dict.fromkeys(range(3), ""))
+    monkeypatch.setattr(agent, "dump_stacks", dump)
     late = {"running": True, "has_lingering_warning": False, "released_at": time.monotonic() - 60}
     workers: list[Any] = [Mock(origin=Mock(rank=rank), **late) for rank in range(3)]
-    termination.limit_lingering(workers, Mock())
+    agent.limit_lingering(workers, Mock())
     [call] = dump.call_args_list
     assert [*call.args[0]] == [0, 1, 2]

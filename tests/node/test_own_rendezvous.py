@@ -12,7 +12,7 @@ import pytest
 from support.ports import free_port
 
 from distributor import TorchDistributor
-from distributor.node.worker.own_rendezvous import RUN_ID, USE_AGENT_STORE, _choose_store
+from distributor.node.worker.libraries import RUN_ID, USE_AGENT_STORE, _choose_store
 
 pytest.importorskip("torch")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

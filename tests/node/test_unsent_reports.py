@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from distributor.launchers.spark.task.result_rows import REPORTS_PART, UnsentReports, unpacked
+from distributor.launchers.spark.task.task_data import REPORTS_PART, UnsentReports, unpacked
 from distributor.wire.messages import Output
 
 MANY = 2**40

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distributor.errors import ValueTooLarge
-from distributor.launchers.spark.task.result_rows import save_refused_values
+from distributor.launchers.spark.task.task_data import save_refused_values
 from distributor.serialization import pickling
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.outcome import Value, load_value

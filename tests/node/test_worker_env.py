@@ -27,7 +27,7 @@ from distributor.node.agent.worker_env import (
 )
 from distributor.node.process.specs import NodeShare
 from distributor.run_spec import Settings
-from distributor.settings.fields import rank_settings
+from distributor.settings import rank_settings
 from distributor.spark.plan import driver_gpus
 
 DUMP = """

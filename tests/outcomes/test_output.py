@@ -30,9 +30,9 @@ from distributor import RunTimeout, TorchDistributor, WorkerDied
 from distributor.control.controller import Controller
 from distributor.control.run import Attempt, Launcher, Run
 from distributor.node.node import Node
-from distributor.prepared_run import plan
 from distributor.programs import program_of
 from distributor.run_spec import RunSpec
+from distributor.torch_distributor import plan
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distributor.programs import program_of
+from distributor.serialization.code_search import imports_in_source
 
 
 def imports_inside() -> None:
@@ -63,3 +67,15 @@ def test_scripts_that_mention_a_package_are_found(
 ) -> None:
     (tmp_path / "train.py").write_text(source)
     assert program_of(str(tmp_path / "train.py"), (), {}).mentions(b"mlflow") is mentions_it
+
+
+def test_threads_search_sources_at_the_same_time() -> None:
+    source = Path(ast.__file__).read_bytes()
+    run_python = lambda *_: sum(range(50))  # noqa: E731
+    gc.callbacks.append(run_python)  # lets other threads continue inside `ast.parse`
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            found = set(pool.map(imports_in_source, [source] * 12))
+    finally:
+        gc.callbacks.remove(run_python)
+    assert found == {imports_in_source(source)}

@@ -41,7 +41,7 @@ def link(
     secret: bytes = SECRET,
 ) -> Link:
     """Connect a link to the hub at a port of this machine."""
-    return Link.connect(
+    return Link(
         "127.0.0.1", port, secret, node, timeout=SOON, on_message=on_message, on_lost=on_lost
     )
 

@@ -22,8 +22,8 @@ from distributor.control.attempts import execute
 from distributor.control.run import Attempt, Handle, Launcher, NodeEnded, Run, share_of
 from distributor.core.versions import pickling_software
 from distributor.node.node import Node, NodeStopped, Provisions
-from distributor.node.process.spawner import Interpreter
 from distributor.node.process.specs import NodeShare
+from distributor.node.process.supervisor import Interpreter
 from distributor.programs import program_of
 from distributor.run_spec import RunSpec
 from distributor.serialization.program import Program, in_file
@@ -48,7 +48,7 @@ class ProcessLauncher(Launcher):
     @contextlib.contextmanager
     def start(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:
         num_nodes, secret = attempt.num_ranks // self.ranks_per_node, secrets.token_bytes(32)
-        share = share_of(attempt, num_nodes, self.ranks_per_node, rank_secret(secret))
+        share = share_of(attempt, num_nodes, rank_secret(secret))
         with Hub(LOOPBACK, secret) as hub:
             threads = []
             for number in range(num_nodes):
@@ -61,8 +61,6 @@ class ProcessLauncher(Launcher):
                 yield Handle(
                     links=hub,
                     num_nodes=num_nodes,
-                    ranks_per_node=self.ranks_per_node,
-                    training=self.training(attempt.num_ranks),
                     cancel=self._kill,
                 )
             finally:
@@ -129,7 +127,8 @@ def distribute(
     spec = RunSpec(
         program=program, num_processes=ranks, min_processes=ranks, settings=given, keep_all=True
     )
-    return execute(Run(spec=spec, launcher=launcher, listeners=tuple(given.listeners)))
+    values: list[Any] = execute(Run(spec=spec, launcher=launcher, listeners=tuple(given.listeners)))
+    return values
 
 
 if __name__ == "__main__":

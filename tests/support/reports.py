@@ -7,8 +7,7 @@ from pathlib import Path
 from distributor import Listener, train
 from distributor.train import Checkpoint, CheckpointUploadMode
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.files import Damaged, read_share
-from distributor.train.storage.manifest import Manifest
+from distributor.train.storage.files import Damaged, Manifest, read_share
 
 
 def save(folder: Path, text: str) -> Checkpoint:

@@ -11,7 +11,7 @@ from typing import Any
 
 from distributor.cli import GROUPS, make_parser
 from distributor.run_spec import Settings
-from distributor.settings.fields import CACHE_DIR, AdminDefault, admin_defaults, setting_fields
+from distributor.settings import CACHE_DIR, AdminDefault, admin_defaults, setting_fields
 from support.pages import PAGES, fill_section
 
 SETTINGS = PAGES / "reference" / "settings.md"

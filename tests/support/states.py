@@ -10,13 +10,13 @@ from typing import Any
 
 from distributor.control import controller
 from distributor.core.states import StateT, Table
-from distributor.node import lifecycle
+from distributor.node import node
 from support.pages import ROOT, fill_section
 
 DOCUMENT = ROOT / "ARCHITECTURE.md"
 MACHINES: dict[str, tuple[Table[Any], Any]] = {
     "run": (controller.TRANSITIONS, controller.RunState.WAITING),
-    "node": (lifecycle.TRANSITIONS, lifecycle.NodeState.STARTING),
+    "node": (node.TRANSITIONS, node.NodeState.STARTING),
 }
 """A table and its first state, by the name in the marker ``<!-- states: NAME -->``."""
 

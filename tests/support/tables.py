@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from distributor.data.epochs import Layout
+from distributor.data.epochs import Equal, Layout
 from distributor.data.shard import DatasetShard
-from distributor.data.source import Equal
 
 
 @dataclass(frozen=True)

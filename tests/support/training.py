@@ -32,7 +32,7 @@ from distributor.train import (
     RunConfig,
     ScalingConfig,
 )
-from distributor.train.storage.manifest import MANIFEST, RUN_LOG
+from distributor.train.storage.files import MANIFEST, RUN_LOG
 from distributor.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 
 SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 48, 3, 2, 2

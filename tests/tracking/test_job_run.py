@@ -17,11 +17,10 @@ from support.ranks import Distribute
 from support.tracking_server import PRELOAD, metrics_of, mlflow, needs_mlflow, runs_of, train
 from support.waiting import comes_true
 
-from distributor import TorchDistributor, runtime
-from distributor.control.graceful_shutdown import GracefulShutdown
+from distributor import TorchDistributor, runtime, tracking
+from distributor.control.waiting import GracefulShutdown
 from distributor.core.text import MASK
-from distributor.tracking import run as tracking_run
-from distributor.tracking.recorder import MetricsQueue
+from distributor.tracking import MetricsQueue
 
 pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -149,7 +148,7 @@ def test_a_run_ends_although_its_store_is_slow(
     def is_slow(*_: object) -> None:
         threading.Event().wait(30)
 
-    monkeypatch.setattr(tracking_run, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(tracking, "ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(mlflow.MlflowClient, "log_artifacts", is_slow)
     with pytest.raises(KeyError):
         TorchDistributor(1, use_gpu=False, preload=PRELOAD).run({}.__getitem__, "missing")
@@ -227,8 +226,8 @@ def test_system_metrics_of_a_node_are_recorded_under_its_name(
     source = f"""
         import json, mlflow
         from distributor import TorchDistributor
-        from distributor.node.agent import system_metrics
-        system_metrics.SAMPLE_INTERVAL = 0.2
+        from distributor.node.agent import usage
+        usage.SAMPLE_INTERVAL = 0.2
         mlflow.set_tracking_uri({server!r})
         run_id = mlflow.start_run(experiment_id={experiment!r}).info.run_id
         def wait():

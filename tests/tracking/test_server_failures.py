@@ -18,7 +18,7 @@ from support.ports import free_port
 from support.ranks import Distribute
 from support.tracking_server import PRELOAD, mlflow, needs_mlflow, train
 
-from distributor.tracking import run as tracking_run
+from distributor import tracking
 
 pytestmark = needs_mlflow
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -29,8 +29,8 @@ RunDriver = Callable[..., "subprocess.CompletedProcess[str]"]
 def test_training_continues_if_the_server_goes_away(
     distribute: Distribute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = tracking_run.TrackedRun("0" * 32, "1", f"http://127.0.0.1:{free_port()}", False)
-    monkeypatch.setattr("distributor.prepared_run.open_run", lambda *_: gone)
+    gone = tracking.TrackedRun("0" * 32, "1", f"http://127.0.0.1:{free_port()}", False)
+    monkeypatch.setattr("distributor.torch_distributor.open_run", lambda *_: gone)
     limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 
     assert distribute(2, env=limits, preload=PRELOAD).run(train, 2) == "trained"
@@ -47,7 +47,7 @@ def gone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         if request.param == "refused":
             listener.close()
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        monkeypatch.setattr(tracking_run, "ANSWER_SECONDS", 1.0)
+        monkeypatch.setattr(tracking, "ANSWER_SECONDS", 1.0)
         yield uri
 
 

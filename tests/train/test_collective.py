@@ -17,10 +17,10 @@ from support.waiting import until
 
 from distributor import DistributorError, TorchDistributor
 from distributor.errors import OtherRankFailed
+from distributor.rank import store_channel
 from distributor.rank.context import TAG_BYTES, worker_context
 from distributor.train import collective, get_context
 from distributor.train.runtime import session as collectives
-from distributor.train.runtime import store_channel
 
 pytest.importorskip("torch")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -28,7 +28,7 @@ TRAINING = """
 import os, signal, sys, tempfile, threading, time
 from pathlib import Path
 from distributor import TorchDistributor, train
-from distributor.control.graceful_shutdown import GracefulShutdown
+from distributor.control.waiting import GracefulShutdown
 from distributor.train import Checkpoint
 
 FOLDER = sys.argv[1]

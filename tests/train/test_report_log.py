@@ -10,10 +10,9 @@ import pytest
 from support.plain import plain
 
 from distributor.core.rank_variables import CheckpointSettings
-from distributor.train.storage import report_log
-from distributor.train.storage.checkpoint_manager import CheckpointManager
+from distributor.train.storage import checkpoint_manager
+from distributor.train.storage.checkpoint_manager import CheckpointManager, Report, read_reports
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.report_log import Report, read_reports
 
 EVERY = 3
 """Reports for each one with a checkpoint."""
@@ -57,7 +56,7 @@ def add(manager: CheckpointManager, number: int, loss: float = 0.0) -> None:
 def test_a_new_attempt_continues_the_log_of_its_checkpoint(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report_log, "SEGMENT_BYTES", 500)
+    monkeypatch.setattr(checkpoint_manager, "SEGMENT_BYTES", 500)
     manager = manager_of(storage)
     for number in range(50):  # and is killed
         add(manager, number, loss=1.0)

@@ -14,10 +14,10 @@ from support.reports import TouchWhenPrinted, count_on, find_damage, save, use_p
 from support.waiting import until
 
 from distributor import TorchDistributor, train
+from distributor.rank import store_channel
 from distributor.train import Checkpoint
-from distributor.train.runtime import store_channel
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import RESERVED
+from distributor.train.storage.files import RESERVED
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

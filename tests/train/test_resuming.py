@@ -16,7 +16,7 @@ from distributor import TorchDistributor, train
 from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.core.rank_variables import CheckpointSettings
 from distributor.train import Checkpoint
-from distributor.train.storage.manifest import MANIFEST
+from distributor.train.storage.files import MANIFEST
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -10,7 +10,7 @@ import pytest
 
 from distributor.core.rank_variables import CheckpointSettings
 from distributor.train.storage.checkpoint_manager import select_removable
-from distributor.train.storage.manifest import Manifest
+from distributor.train.storage.files import Manifest
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

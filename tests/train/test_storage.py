@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from support.reports import find_damage
 from distributor import DistributorError
 from distributor.train.storage import files as stored_files
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import MANIFEST, Manifest
+from distributor.train.storage.files import MANIFEST, Manifest
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -70,12 +71,16 @@ def saved_by(rank: int, folder: Path) -> Path:
     return mine
 
 
+def assign_all(files: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    return ((name, True) for name in files)
+
+
 def save(storage: Storage, index: int, folder: Path, ranks: int = 2) -> str:
     name = f"checkpoint_{index:06d}"
     files = [
         file
         for rank in range(ranks)
-        for file in storage.upload(saved_by(rank, folder / name), name)[0]
+        for file in storage.upload(saved_by(rank, folder / name), name, assign_all)[0]
     ]
     metrics = {"loss": 1 / (index + 1)}
     manifest = Manifest(index=index, metrics=metrics, world_size=ranks, files=tuple(files))
@@ -115,12 +120,12 @@ def test_a_checkpoint_with_a_modified_manifest_is_not_committed(
 def test_a_committed_checkpoint_is_not_overwritten(storage: Storage, tmp_path: Path) -> None:
     name = save(storage, 0, tmp_path)
     with pytest.raises(DistributorError, match=f"{name} already exists in .*run, and is not"):
-        storage.upload(saved_by(0, tmp_path), name)
+        storage.upload(saved_by(0, tmp_path), name, assign_all)
 
 
 def test_a_file_of_another_size_in_storage_stops_the_commit(tmp_path: Path) -> None:
     storage = Storage(tmp_path / "storage", "run")
-    files, _ = storage.upload(saved_by(0, tmp_path), "a")
+    files, _ = storage.upload(saved_by(0, tmp_path), "a", assign_all)
     (tmp_path / "storage" / "run" / "a" / "deep" / "0.pt").write_bytes(b"more")
     with pytest.raises(
         DistributorError, match=r"incomplete: 0 bytes were written to .*0\.pt, which has 4"

@@ -16,6 +16,7 @@ from support.reports import save
 from support.training import BATCH, EPOCHS, SAMPLES, here, samples, trainer
 
 from distributor import RunTimeout, TorchDistributor, train
+from distributor.data.epochs import Progress
 from distributor.train import (
     CheckpointConfig,
     RunConfig,
@@ -103,11 +104,10 @@ def test_all_ranks_get_the_same_number_of_samples() -> None:
     length = 7
     for size in (1, 2, 5):
         for start in range(length + 1):
-            shares = [
-                ShardSampler(length, shuffle=True, rank=rank, size=size) for rank in range(size)
-            ]
+            every = [Progress(None, length, rank, size) for rank in range(size)]
+            shares: list[Any] = [ShardSampler(list(range(length)), each, True) for each in every]  # type: ignore[arg-type]
             for share in shares:
-                share.start = start
+                share.left = share.left.after(1, start)
             samples_of = [list(share) for share in shares]
             assert len({len(each) for each in samples_of}) == 1
             assert len({sample for each in samples_of for sample in each}) == length - start

@@ -16,7 +16,7 @@ from support.reports import find_damage, save
 from distributor import DistributorError, TorchDistributor, train
 from distributor.train import Checkpoint
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import RESERVED
+from distributor.train.storage.files import RESERVED
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 UploadFn = Callable[[Checkpoint, str], Checkpoint]

@@ -26,7 +26,7 @@ from distributor.train import (
     ValidationTaskConfig,
 )
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import MANIFEST, PENDING, Manifest, StoredValidation
+from distributor.train.storage.files import MANIFEST, PENDING, Manifest, StoredValidation
 from distributor.train.torch import TorchTrainer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -16,8 +16,8 @@ import pytest
 from support.hubs import SECRET, SOON, Call, link, stranger, without_heartbeats
 
 from distributor.wire import protocol
-from distributor.wire.hub import LOST, Hub
-from distributor.wire.messages import Heartbeat
+from distributor.wire.hub import Hub
+from distributor.wire.messages import LOST, Heartbeat
 
 Meddle = Callable[[list[bytes]], list[bytes]]
 """Returns what arrives instead of three frames."""

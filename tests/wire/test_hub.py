@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,7 +28,8 @@ from support.hubs import (
 from support.waiting import until
 
 from distributor.wire import protocol
-from distributor.wire.hub import LOST, SILENT, Hub
+from distributor.wire.hub import Hub
+from distributor.wire.messages import LOST, SILENT
 
 
 @pytest.fixture
@@ -177,3 +180,12 @@ def test_closing_is_prompt_even_if_the_other_end_is_stuck(hub: Hub) -> None:
     with stranger(hub.port), proven(hub, 2), within(3):
         hub.send(2, bytes(30 * MIB))
         hub.close()
+
+
+def test_a_wait_ends_if_a_signal_is_handled_meanwhile(hub: Hub) -> None:
+    before = signal.signal(signal.SIGALRM, lambda *_: time.sleep(0.2))
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    try:
+        assert hub.get(0.1) is None
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -11,7 +11,8 @@ from support.hubs import FLOOD, MIB, SECRET, SOON, link, read_until_closed, with
 from support.waiting import until
 
 from distributor.wire import protocol
-from distributor.wire.hub import LOST, SILENT, Hub
+from distributor.wire.hub import Hub
+from distributor.wire.messages import LOST, SILENT
 
 OTHER = b"a secret of another run"
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from support.hubs import SECRET, SOON, frames, greeted, read_until_closed
 
 from distributor.wire import protocol
-from distributor.wire.hub import LOST, Hub
+from distributor.wire.hub import Hub
+from distributor.wire.messages import LOST
 
 over_sockets = settings(
     max_examples=20,

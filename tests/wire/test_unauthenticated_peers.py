@@ -13,7 +13,8 @@ import pytest
 from support.hubs import RESET, SECRET, SOON, link, read_until_closed, stranger
 from support.waiting import until
 
-from distributor.wire import listener, protocol
+from distributor.wire import hub as listener
+from distributor.wire import protocol
 from distributor.wire.hub import Hub
 
 _PICKLE: Final = b"cos\nmkdir\n(Vunpickled\ntR."

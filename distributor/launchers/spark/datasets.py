@@ -1,33 +1,60 @@
-"""The datasets of a run: computed once, and distributed to the ranks of each attempt."""
+"""The datasets of a run: computed once, and distributed to the ranks of each attempt.
+
+Spark keeps the rows of each DataFrame on its disks, as chunks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import queue
+import re
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
 from distributor._compat import pyspark as private
-from distributor.control.graceful_shutdown import Cancellation
+from distributor.control.waiting import Cancellation
 from distributor.core.resources import format_bytes
 from distributor.core.text import counted
-from distributor.data.chunk_file import ChunkFileWriter, DatasetSpec
-from distributor.data.dataframes import SparkDataset
-from distributor.data.epochs import Epoch, Order
+from distributor.data.chunk_file import (
+    CHUNK_COLUMNS,
+    INDEX_COLUMNS,
+    ChunkFileWriter,
+    DatasetSpec,
+)
+from distributor.data.dataframes import SparkDataset, numbered, vectors_of
+from distributor.data.epochs import Epoch, Layout, Order
 from distributor.errors import DistributorError
-from distributor.launchers.spark.chunked_dataset import ChunkedDataset, DataJobs, chunked
 from distributor.screen.messages import notify, warn
-from distributor.spark.log_quieting import no_progress_bar
+from distributor.spark.application import no_progress_bar
 from distributor.spark.session import Session
-from distributor.spark.spark_job import CallSite
+from distributor.spark.shipping import portable_task
+from distributor.spark.spark_job import CallSite, SparkJob
 
+CHUNK_BYTES = 1024 * 1024
+ARROW_BATCH_BYTES = 128 * 1024 * 1024
+"""Bytes of a batch of chunks that Spark may send to a Python worker."""
+NOT_IN_ARROW = re.compile(r"\binterval\b(?! (day|hour|minute|second))")
+"""In the name of a type: intervals of months, and those of the past, of months, days and time."""
 NODE_COLUMNS = ("node", "dataset", "chunk", "message")
-"""The columns of `distributed`, as the tasks of the nodes read them."""
+"""The columns of the DataFrame that has each node's chunks, as the tasks of the nodes read them."""
+
+
+@dataclass(frozen=True)
+class ChunkedDataset:
+    """A DataFrame's rows as chunks."""
+
+    frame: Any  # a row for each chunk, with `CHUNK_COLUMNS`, which Spark keeps on its disks
+    places: Sequence[tuple[int, int]]  # of each chunk: the part, and the number in it
+    spec: DatasetSpec
 
 
 def chunks_of_nodes(
@@ -50,37 +77,8 @@ def chunks_of_nodes(
     ]
 
 
-def distributed(
-    datasets: Sequence[ChunkedDataset],
-    num_nodes: int,
-    ranks_per_node: int,
-    epochs: Mapping[str, Epoch],
-) -> Any:
-    """Return a DataFrame with a partition for each node, which contains the node's chunks."""
-    from pyspark.sql import functions
-
-    session = Session(datasets[0].frame.sparkSession)
-    keys = _partition_keys(session.spark, num_nodes)
-    frames = []
-    for number, dataset in enumerate(datasets):
-        nodes = chunks_of_nodes(
-            dataset.spec, num_nodes, ranks_per_node, epochs.get(dataset.spec.name)
-        )
-        targets = session.data_frame(
-            list(_targets(nodes, number, dataset.places, keys)),
-            "part int, number int, key long, node int, dataset int, chunk int",
-        )
-        frames.append(dataset.frame.join(functions.broadcast(targets), ["part", "number"]))
-    frame = functools.reduce(lambda one, other: one.unionByName(other), frames)
-    return frame.repartition(num_nodes, "key").select(*NODE_COLUMNS)
-
-
-def _targets(
-    nodes: list[list[int]], dataset: int, places: Sequence[tuple[int, int]], keys: list[int]
-) -> Iterator[tuple[int, ...]]:
-    for node, chunks in enumerate(nodes):
-        for chunk in chunks:
-            yield (*places[chunk], keys[node], node, dataset, chunk)
+def _union(frames: Sequence[Any]) -> Any:
+    return functools.reduce(lambda one, other: one.unionByName(other), frames)
 
 
 _keys: dict[int, list[int]] = {}
@@ -120,10 +118,11 @@ class Datasets:
         self._given = given
         self._positions = positions
         self._datasets: list[ChunkedDataset] = []
-        self._jobs: DataJobs
+        self._session = Session(given[0].frame.sparkSession)
         self._shown_for = 0
         self._file: BinaryIO | None = None
         self._frame: tuple[object, Any] | None = None
+        self._kept_rows = contextlib.ExitStack()  # of `_frame`
 
     @property
     def specs(self) -> tuple[DatasetSpec, ...]:
@@ -135,18 +134,77 @@ class Datasets:
         self, run_id: str, call_site: CallSite, pool: str | None, cancellation: Cancellation
     ) -> Iterator[None]:
         """Compute the DataFrames. Spark keeps their rows for the duration of the context."""
-        session = Session(self._given[0].frame.sparkSession)
-        self._jobs = DataJobs(session, run_id, call_site, pool, cancellation)
-        with no_progress_bar(session), chunked(self._given, self._jobs) as self._datasets:
+        self._job = functools.partial(
+            SparkJob, self._session, tag=f"{run_id}-data", call_site=call_site, pool=pool
+        )
+        self._cancellation = cancellation
+        with no_progress_bar(self._session), contextlib.ExitStack() as kept, self._kept_rows:
+            frames = [
+                kept.enter_context(_kept(_chunks(each, self._session))) for each in self._given
+            ]
+            self._datasets = [
+                ChunkedDataset(
+                    frame, [(row.part, row.number) for row in rows], _spec_of(dataset, rows)
+                )
+                for frame, dataset, rows in zip(
+                    frames, self._given, self._indexes(frames), strict=True
+                )
+            ]
             try:
                 yield
             finally:
-                self._close()
+                if self._file is not None:
+                    self._file.close()
+
+    def _indexes(self, frames: Sequence[Any]) -> list[list[Any]]:
+        """Compute all chunks in one job, and return what describes those of each DataFrame."""
+        from pyspark.sql import functions
+
+        columns = [column.split()[0] for column in INDEX_COLUMNS.split(", ")]
+        selected = [
+            frame.select(functions.lit(number).alias("dataset"), *columns)
+            for number, frame in enumerate(frames)
+        ]
+        names = ", ".join(dataset.name for dataset in self._given)
+        indexes: list[list[Any]] = [[] for _ in frames]
+        for row in self._run(_union(selected), f"Rows of {names}"):
+            indexes[row.dataset].append(row)
+        for rows in indexes:
+            rows.sort(key=lambda row: (row.part, row.number))
+        return indexes
+
+    def _run(
+        self,
+        frame: Any,
+        description: str,
+        action: Callable[[Any], Any] = lambda frame: frame.collect(),
+    ) -> Any:
+        """Run a job, and return what `action` returns for the DataFrame; by default its rows."""
+        ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        with self._job(frame, on_end=ended.put, description=description, action=action) as job:
+            self._cancellation.set_action(job.cancel)
+            try:
+                ending = ended.get()
+            except BaseException:
+                job.cancel()
+                raise
+            finally:
+                self._cancellation.set_action(lambda: None)
+        self._cancellation.check()
+        if not isinstance(ending, BaseException):
+            return ending
+        found = re.search(private.FULL_DISK, str(ending))
+        if found and not isinstance(ending, OSError):
+            raise DistributorError(
+                f"{description}: a disk is full, to which Spark writes the rows (below "
+                f"spark.local.dir).\n{found.group(1)}"
+            ) from ending
+        raise ending
 
     def check(self, num_ranks: int) -> None:
         """Check that there are rows for so many ranks, and show what each gets."""
         for spec in self.specs:
-            if spec.split and spec.layout.num_rows < num_ranks:
+            if spec.layout.split and spec.layout.num_rows < num_ranks:
                 raise ValueError(
                     f"The DataFrame {spec.name} has {counted(spec.layout.num_rows, 'row')}, which "
                     f"are too few for {num_ranks} ranks."
@@ -159,27 +217,47 @@ class Datasets:
     def hint(self, error: Exception) -> str | None:
         """Return which columns there are, if a rank has looked for one that is not there."""
         name = error.args[0] if isinstance(error, KeyError) and error.args else None
-        schemas = {each.name: pa.ipc.read_schema(pa.py_buffer(each.schema)) for each in self.specs}
-        if not isinstance(name, str) or any(name in each.names for each in schemas.values()):
+        columns = {each.name: each.schema.names for each in self.specs}
+        if not isinstance(name, str) or any(name in names for names in columns.values()):
             return None
-        have = (f"{data} has the columns {', '.join(schemas[data].names)}" for data in schemas)
+        have = (f"{data} has the columns {', '.join(names)}" for data, names in columns.items())
         return f"If '{name}' is meant as a column: {'; '.join(have)}."
 
     def frame(self, num_nodes: int, ranks_per_node: int) -> Any:
         """Return a DataFrame with a partition for each node, which Spark has on its disks."""
-        from pyspark import StorageLevel
-
         epochs = self._resumed_epochs()
-        key = (num_nodes, ranks_per_node, tuple(sorted((name, epochs[name]) for name in epochs)))
+        key = num_nodes, ranks_per_node, epochs
         if self._frame and self._frame[0] == key:
             return self._frame[1]
-        self._free_frame()
-        frame = distributed(self._datasets, num_nodes, ranks_per_node, epochs)
-        frame.persist(StorageLevel.DISK_ONLY)
+        self._frame = None
+        self._kept_rows.close()
+        rows = self._distributed(num_nodes, ranks_per_node, epochs)
+        frame = self._kept_rows.enter_context(_kept(rows))
         self._frame = key, frame
         # Not a count, which would be another stage.
-        self._jobs.run(frame.select("node"), "Rows for the ranks")
+        self._run(frame.select("node"), "Rows for the ranks")
         return frame
+
+    def _distributed(self, num_nodes: int, ranks_per_node: int, epochs: Mapping[str, Epoch]) -> Any:
+        """Return a DataFrame with a partition for each node, which contains the node's chunks."""
+        from pyspark.sql import functions
+
+        keys = _partition_keys(self._session.spark, num_nodes)
+        frames = []
+        for number, dataset in enumerate(self._datasets):
+            nodes = chunks_of_nodes(
+                dataset.spec, num_nodes, ranks_per_node, epochs.get(dataset.spec.name)
+            )
+            targets = self._session.data_frame(
+                [
+                    (*dataset.places[chunk], keys[node], node, number, chunk)
+                    for node, chunks in enumerate(nodes)
+                    for chunk in chunks
+                ],
+                "part int, number int, key long, node int, dataset int, chunk int",
+            )
+            frames.append(dataset.frame.join(functions.broadcast(targets), ["part", "number"]))
+        return _union(frames).repartition(num_nodes, "key").select(*NODE_COLUMNS)
 
     def _resumed_epochs(self) -> dict[str, Epoch]:
         """Return the epochs from which ranks resume, by dataset."""
@@ -195,13 +273,15 @@ class Datasets:
         return {
             position["name"]: Epoch.from_position(position)
             for position in positions.values()
-            if "history" in position and sizes.get(position["name"]) == position["rows"]
+            if "name" in position and sizes.get(position["name"]) == position["rows"]
         }
 
     def file(self) -> BinaryIO:
         """Return a file with all chunks, for ranks on this machine."""
         if self._file is None:
-            folder = _folder(self._jobs.session)
+            folder = tempfile.gettempdir()
+            if not self._session.is_connect:
+                folder = os.path.abspath(private.temporary_folder(self._session.spark.sparkContext))
             file = tempfile.TemporaryFile(dir=folder)
             try:
                 self._write(file)
@@ -227,41 +307,94 @@ class Datasets:
                     writer.add(number, chunks[row.part, row.number], row.message)
 
             frame = dataset.frame.select("part", "number", "message")
-            self._jobs.run(frame, f"Rows of {dataset.spec.name} for ranks here", write)
+            self._run(frame, f"Rows of {dataset.spec.name} for ranks here", write)
         writer.finish(0)
 
-    def _close(self) -> None:
-        self._free_frame()
-        if self._file is not None:
-            self._file.close()
 
-    def _free_frame(self) -> None:
-        if self._frame is not None:
-            with contextlib.suppress(Exception):  # the session may have ended
-                self._frame[1].unpersist()
-        self._frame = None
+@contextlib.contextmanager
+def _kept(frame: Any) -> Iterator[Any]:
+    """Have Spark keep a DataFrame's rows on its disks once it has computed them."""
+    from pyspark import StorageLevel
+
+    frame.persist(StorageLevel.DISK_ONLY)
+    try:
+        yield frame
+    finally:
+        with contextlib.suppress(Exception):  # the session may have ended
+            frame.unpersist()
 
 
-def _folder(session: Session) -> str:
-    """Return a folder on this machine for the rows."""
-    if session.is_connect:
-        return tempfile.gettempdir()
-    return os.path.abspath(private.temporary_folder(session.spark.sparkContext))
+def _chunks(dataset: SparkDataset, session: Session) -> Any:
+    """Return a DataFrame of chunks."""
+    _check_columns(dataset)
+    # Spark keeps equal plans once: a run that ends would free the rows of another one.
+    argument = json.dumps([_chunk_bytes(session), uuid.uuid4().hex]).encode()
+    task = portable_task(session, "distributor.data.chunk_file:pack", argument)
+    return session.map_in_arrow(numbered(dataset.frame), task, CHUNK_COLUMNS)
+
+
+def _check_columns(dataset: SparkDataset) -> None:
+    """Check that a DataFrame has columns, and that batches can have them."""
+    columns = dataset.frame.columns
+    if not columns:
+        raise ValueError(f"The DataFrame {dataset.name} has no columns.")
+    if repeated := sorted({name for name in columns if columns.count(name) > 1}):
+        raise ValueError(
+            f"The DataFrame {dataset.name} has several columns of the name {repeated[0]!r}, by "
+            "which batches have them: drop or rename all but one, such as with toDF(...)."
+        )
+    for field in dataset.frame.schema.fields:
+        if NOT_IN_ARROW.search(kind := field.dataType.simpleString()):
+            raise TypeError(
+                f"Column {field.name!r} of the DataFrame {dataset.name} has the type {kind}, which "
+                "Spark cannot pass to Python as Arrow data. Leave it out, as with df.drop, or cast "
+                "it to another type."
+            )
+
+
+def _chunk_bytes(session: Session) -> int:
+    """Return the size of chunks with which batches of chunks stay small.
+
+    Spark 3.5 limits only the number of rows of a batch, later versions also its size.
+    """
+    if session.has_conf("spark.sql.execution.arrow.maxBytesPerBatch"):
+        return CHUNK_BYTES
+    max_rows = int(session.conf("spark.sql.execution.arrow.maxRecordsPerBatch") or 10_000)
+    return CHUNK_BYTES if max_rows <= 0 else min(CHUNK_BYTES, max(1, ARROW_BATCH_BYTES // max_rows))
+
+
+def _spec_of(dataset: SparkDataset, rows: list[Any]) -> DatasetSpec:
+    if not rows:
+        raise ValueError(f"The DataFrame {dataset.name} has no rows.")
+    names = dataset.frame.columns
+    schema = pa.ipc.read_schema(pa.py_buffer(next(row.schema for row in rows if row.schema)))
+    named = pa.schema([field.with_name(name) for field, name in zip(schema, names, strict=True)])
+    nulls = zip(*(json.loads(row.nulls) for row in rows), strict=True)
+    return DatasetSpec(
+        name=dataset.name,
+        schema=named,
+        vectors=vectors_of(dataset.frame),
+        layout=Layout(
+            np.array([row.num_rows for row in rows], dtype=np.int64),
+            np.array([row.num_bytes for row in rows], dtype=np.int64),
+            dataset.equal,
+            dataset.split,
+        ),
+        checksums=np.array([row.checksum for row in rows], dtype=np.int64),
+        null_counts=dict(zip(names, map(sum, nulls), strict=True)),
+    )
 
 
 def _describe(spec: DatasetSpec, num_ranks: int) -> str:
     layout = spec.layout
-    size = format_bytes(float(spec.chunk_bytes.sum()))
+    size = format_bytes(float(layout.chunk_bytes.sum()))
     rows = f"{spec.name}: {counted(layout.num_rows, 'row')} ({size})"
-    if not spec.split:
+    if not layout.split:
         return f"{rows}, all for each of {counted(num_ranks, 'rank')}"
     per_rank = layout.rows_per_rank(num_ranks)
     difference = sum(per_rank) - layout.num_rows
-    note = ""
-    if difference < 0:
-        note = f"; {counted(-difference, 'row')} dropped"
-    if difference > 0:
-        note = f"; {counted(difference, 'row')} repeated"
+    change = "dropped" if difference < 0 else "repeated"
+    note = f"; {counted(abs(difference), 'row')} {change}" if difference else ""
     least, most = min(per_rank), max(per_rank)
     share = f"{most}" if least == most else f"{least} or {most}"
     return f"{rows}, {share} for each of {counted(num_ranks, 'rank')}{note}"

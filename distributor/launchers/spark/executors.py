@@ -20,10 +20,10 @@ from distributor.core.text import counted, listed
 from distributor.node.agent.node_warnings import JVM, MIB, PYTHON_DAEMON, PYTHON_WORKER, min_memory
 from distributor.screen.messages import warn_once
 from distributor.spark.application import end_of
-from distributor.spark.executor_resources import EXECUTOR_GPUS, size_in_bytes
-from distributor.spark.session import Session
+from distributor.spark.session import EXECUTOR_GPUS, MEMORY, OVERHEAD, Session, size_in_bytes
 
 MAX_EXECUTORS = "spark.dynamicAllocation.maxExecutors"
+EXECUTORS = "spark.executor.instances"
 HEAP_SHARE = 4
 """A job's rows may take one part in so many of a heap."""
 
@@ -105,23 +105,17 @@ class Executors:
             limits.append(int(found[1]) * (int(found[2]) // cpus))
         if master.startswith("spark://") and (max_cores := conf("spark.cores.max")):
             limits.append(int(max_cores) // cpus)
-        is_contained = master.startswith(("yarn", "k8s://"))
-        cores = conf("spark.executor.cores") or ("1" if is_contained else None)  # Spark's default
-        count = self._max_executors(is_contained=is_contained)
+        cores, count = self.session.executor_cores, None
+        if self.session.allocates_dynamically:
+            count = conf(MAX_EXECUTORS)
+        elif self.session.is_contained:
+            count = conf(EXECUTORS) or "2"  # Spark's default
         if cores is not None and count is not None:
             each = int(cores) // cpus
             if gpus_per_task:
                 each = min(each, int(float(conf(EXECUTOR_GPUS) or 0)) // gpus_per_task)
-            limits.append(count * each)
+            limits.append(int(count) * each)
         return min(limits, default=None)
-
-    def _max_executors(self, *, is_contained: bool) -> int | None:
-        if self.session.allocates_dynamically:
-            most = self.session.conf(MAX_EXECUTORS)
-            return None if most is None else int(most)
-        if is_contained:
-            return int(self.session.conf("spark.executor.instances") or 2)  # Spark's default
-        return None
 
     def max_result_bytes(self) -> int:
         """Return how many bytes a job can return to the driver as rows.
@@ -130,7 +124,7 @@ class Executors:
         memory long before, because both ends hold a task's rows several times over.
         """
         conf = self.session.conf
-        keys = ("spark.driver.memory", "spark.executor.memory")
+        keys = ("spark.driver.memory", MEMORY)
         heaps = [size_in_bytes(conf(key) or "1g", "m") // HEAP_SHARE for key in keys]
         limit = size_in_bytes(conf("spark.driver.maxResultSize") or "1g", "b")
         return min(heaps + ([limit] if limit else []))  # 0 means no limit
@@ -203,11 +197,9 @@ def _describe(log: str, address: str) -> str:
 # Ranks live outside the executor's Java heap. On YARN and Kubernetes the container's bound is heap,
 # overhead, off-heap memory and PySpark's memory; the standalone cluster sets no bound.
 
-HEAP, OVERHEAD = "spark.executor.memory", "spark.executor.memoryOverhead"
 FACTOR, MINIMUM = "spark.executor.memoryOverheadFactor", "spark.executor.minMemoryOverhead"
 KUBERNETES_FACTOR = "spark.kubernetes.memoryOverheadFactor"
 PYSPARK = "spark.executor.pyspark.memory"
-EXECUTORS = "spark.executor.instances"
 
 
 def container_shortage(
@@ -239,21 +231,17 @@ def _overhead(conf: Callable[[str], str | None]) -> tuple[int, str]:
     """Return the overhead of executors on YARN and Kubernetes (bytes), and what sets it."""
     if value := conf(OVERHEAD):
         return size_in_bytes(value, "m"), f"{OVERHEAD}={value}"
-    heap = conf(HEAP) or "1g"
+    heap = conf(MEMORY) or "1g"
     on_kubernetes = (conf("spark.master") or "").startswith("k8s://")
     general = conf(FACTOR)
     factor = general or (on_kubernetes and conf(KUBERNETES_FACTOR)) or "0.1"
     minimum = conf(MINIMUM) or "384m"
     size = max(int(float(factor) * size_in_bytes(heap, "m")), size_in_bytes(minimum, "m"))
-    return size, f"{OVERHEAD} is unset: {factor} of {HEAP}={heap}, at least {minimum}"
+    return size, f"{OVERHEAD} is unset: {factor} of {MEMORY}={heap}, at least {minimum}"
 
 
 POLL_SECONDS = 1.0
 """Seconds between two looks at which executors are about to end."""
-
-LeavingExecutors = Callable[[Collection[str] | None], dict[str, str]]
-"""Returns the executors that are about to end, on these hosts or (None) on any, by their ids: the
-host of each."""
 
 
 class DecommissioningWatch:
@@ -261,16 +249,16 @@ class DecommissioningWatch:
 
     Parameters
     ----------
-    leaving_executors : callable
-        Asks Spark for the executors that it is about to end.
+    executors : Executors
+        The application's executors.
     attempt : int
         The number of the attempt. Executors that were about to end before a further attempt began
         have no task of it, and are ignored.
     """
 
-    def __init__(self, leaving_executors: LeavingExecutors, attempt: int) -> None:
-        self._leaving_executors = leaving_executors
-        self._known = set(leaving_executors(None)) if attempt else set()
+    def __init__(self, executors: Executors, attempt: int) -> None:
+        self._executors = executors
+        self._known = set(executors.leaving(None)) if attempt else set()
         self._poll_at = 0.0
 
     def poll(self, hosts: Collection[str]) -> NodesLeaving | None:
@@ -279,11 +267,10 @@ class DecommissioningWatch:
         if now <= self._poll_at:
             return None
         self._poll_at = now + POLL_SECONDS
-        leaving = self._leaving_executors(hosts)
-        new = {each: host for each, host in leaving.items() if each not in self._known}
+        leaving = self._executors.leaving(hosts)
+        new = {each: leaving[each] for each in leaving.keys() - self._known}
         self._known |= new.keys()
         if not new:
             return None
-        executors = listed("executor", sorted(new))
-        text = f"Spark is about to end {executors}: the ranks are notified."
+        text = f"Spark is about to end {listed('executor', sorted(new))}: the ranks are notified."
         return NodesLeaving(frozenset(new.values()), text)

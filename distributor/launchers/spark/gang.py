@@ -11,19 +11,18 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distributor.control.graceful_shutdown import Cancellation
-from distributor.control.polling import Reminder
 from distributor.control.run import NodeEnded, NodesEnded
+from distributor.control.waiting import Cancellation, Reminder
 from distributor.core.text import counted
 from distributor.errors import NodeLost, StartTimeout
-from distributor.launchers.spark.task.task_spec import TaskSpec
+from distributor.launchers.spark.task.task_data import TaskSpec
 from distributor.node.agent.worker_env import node_order
 from distributor.policies import Gathering
 from distributor.screen.messages import notify
 from distributor.spark.error_translation import explain
 from distributor.spark.spark_job import END_SECONDS, SparkJob
-from distributor.wire.hub import LOST, Hub
-from distributor.wire.messages import Assignment, AssignmentEnded, Dismissal, MemberUp
+from distributor.wire.hub import Hub
+from distributor.wire.messages import Assignment, AssignmentEnded, Dismissal, Lost, MemberUp
 
 POLL_SECONDS = 0.05
 REASON_SECONDS = 2.0
@@ -105,6 +104,9 @@ class _Job:
         return self.size - len(self.gone)
 
 
+Submit = Callable[[int, int, Any, Callable[[Any], object]], SparkJob]
+
+
 class Gang:
     """The tasks of ordinary jobs that hold slots for a run.
 
@@ -124,12 +126,7 @@ class Gang:
         The run's id.
     """
 
-    def __init__(
-        self,
-        hub: Hub,
-        submit: Callable[[int, int, Any, Callable[[Any], object]], SparkJob],
-        run_id: str,
-    ) -> None:
+    def __init__(self, hub: Hub, submit: Submit, run_id: str) -> None:
         self._hub = hub
         self._submit = submit
         self._run_id = run_id
@@ -141,7 +138,6 @@ class Gang:
         self._num_jobs = 0
         self._size = 0
         self._ending: BaseException | None = None
-        self._closed = False
         self._thread = threading.Thread(target=self._receive_all, name="gang", daemon=True)
 
     def __enter__(self) -> Gang:
@@ -152,8 +148,7 @@ class Gang:
         try:
             self.dismiss()
         finally:
-            self._closed = True
-            self._hub.post(None)  # ends the wait
+            self._hub.post(None)  # the last event
             self._thread.join()
 
     @property
@@ -307,18 +302,16 @@ class Gang:
     # On the thread that receives
 
     def _receive_all(self) -> None:
-        while not self._closed:
-            event = self._hub.get(1.0)
-            if event is None:
-                continue
-            number, message = event
-            if isinstance(message, MemberUp):
-                self._add(number, message)
-            elif isinstance(message, AssignmentEnded):
-                ended = functools.partial(NodeEnded, error=message.error)
-                self._end_work(number, ended, message.serial)
-            elif message is LOST:
-                self._lose(number)
+        while True:
+            match self._hub.get(1.0):
+                case number, MemberUp() as message:
+                    self._add(number, message)
+                case number, AssignmentEnded() as message:
+                    self._end_work(number, message.serial, error=message.error)
+                case number, Lost.LOST:
+                    self._lose(number)
+                case _, None:
+                    return
 
     def _add(self, number: int, message: MemberUp) -> None:
         with self._changed:
@@ -333,16 +326,15 @@ class Gang:
         if not is_wanted:
             self._hub.send(number, Dismissal())
 
-    def _end_work(
-        self, number: int, ended: Callable[[int], NodeEnded], serial: int | None = None
-    ) -> None:
+    def _end_work(self, number: int, serial: int | None = None, **ending: Any) -> None:
+        """Post the end of a member's work, or of this assignment alone."""
         with self._changed:
             work = self._work.get(number)
             if work is None or serial not in (work.serial, None):
                 return
             del self._work[number]
             self._changed.notify_all()
-        work.post(ended(work.node))
+        work.post(NodeEnded(work.node, **ending))
 
     def _lose(self, number: int) -> None:
         with self._changed:
@@ -358,7 +350,7 @@ class Gang:
             job = self._jobs.get(work.job) if work else None
         loss = NodeLost("A task of Spark has lost its link to this process.")
         explain_loss = functools.partial(_explain_loss, job.job if job else None, number)
-        self._end_work(number, lambda node: NodeEnded(node, loss, explain_loss))
+        self._end_work(number, error=loss, explain=explain_loss)
 
     # The jobs
 
@@ -413,13 +405,9 @@ class Gang:
                 del self._work[task]
             posts = {work.serial: work.post for work in working.values()}
             self._ending = None if posts else ending
-        explain_end = functools.partial(_explain_end, self._size)
+            size = self._size
         for post in posts.values():
-            post(NodesEnded(error=ending, explain=explain_end))
-
-
-def _explain_end(size: int, error: BaseException, first_lost: str) -> Exception:
-    return explain(error, size, first_lost)
+            post(NodesEnded(error=ending, explain=lambda error, lost: explain(error, size, lost)))
 
 
 def _explain_loss(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distributor.core.addresses import LOOPBACK, bare, joined, split_address
 from distributor.node.agent.network import source_address
@@ -44,18 +44,29 @@ def choose_hub_address(session: Session, wanted: str | None, port: int = 0) -> H
         bound = bound if host == driver else host
         return HubAddress(bound, host, wanted_port or port, "hub_address")
     if session.is_connect:
-        bound = driver = _address_towards(driver)
+        try:
+            bound = driver = source_address(driver)
+        except OSError:
+            bound = driver = LOOPBACK  # nodes on other hosts then have no link
     return HubAddress(bound, driver, port, "hub_port" if port else "")
 
 
-def open_hub(address: HubAddress, secret: bytes, *, is_required: bool = False) -> Hub:
+class NodeHub(Hub):
+    """A hub, and the address and port that the nodes connect to."""
+
+    def __init__(self, address: HubAddress, secret: bytes) -> None:
+        super().__init__(address.bound, secret, port=address.port)
+        self.address = address.advertised, self.port
+
+
+def open_hub(address: HubAddress, secret: bytes, *, is_required: bool = False) -> NodeHub:
     """Open the hub.
 
     If the user has not chosen the address and it cannot be bound, the run goes on without links,
     unless they are required: the hub then listens at the loopback address, and the user is warned.
     """
     try:
-        return Hub(address.bound, secret, port=address.port)
+        return NodeHub(address, secret)
     except OSError as error:
         where = joined(address.bound, address.port or "(any port)")
         if address.chosen_by:
@@ -70,11 +81,4 @@ def open_hub(address: HubAddress, secret: bytes, *, is_required: bool = False) -
                 "the executors can reach."
             ) from error
         warn(f"No hub at {where}: {error}. Ranks' output will not be shown here.")
-        return Hub(LOOPBACK, secret)
-
-
-def _address_towards(host: str) -> str:
-    try:
-        return source_address(host)
-    except OSError:
-        return LOOPBACK  # nodes on other hosts then have no link
+        return NodeHub(replace(address, bound=LOOPBACK, port=0), secret)

@@ -1,21 +1,21 @@
-"""Launches runs on Spark's executors: what barrier stages and ordinary jobs have in common."""
+"""Launches runs on Spark's executors, in barrier stages or in the tasks of ordinary jobs."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
+import pickle
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from distributor.control.polling import Reminder
 from distributor.control.run import Attempt, Handle, Launcher, NodesEnded, Run, share_of
+from distributor.control.waiting import Reminder
 from distributor.core.text import counted
-from distributor.environments import ship_environment
 from distributor.launchers.spark.datasets import Datasets
 from distributor.launchers.spark.executors import (
     DecommissioningWatch,
@@ -23,25 +23,27 @@ from distributor.launchers.spark.executors import (
     container_shortage,
 )
 from distributor.launchers.spark.gang import FURTHER_SECONDS, Gang, Member
-from distributor.launchers.spark.hub_address import HubAddress, choose_hub_address, open_hub
-from distributor.launchers.spark.large_programs import send_program
-from distributor.launchers.spark.slots import Slots, executor_size, why_no_more
-from distributor.launchers.spark.task.result_rows import ROW_SCHEMA, late_output_in, values_in
-from distributor.launchers.spark.task.task_spec import MemberSpec, ProgramFile, TaskSpec
-from distributor.launchers.spark.task_starts import TaskStarts
+from distributor.launchers.spark.hub_address import NodeHub, choose_hub_address, open_hub
+from distributor.launchers.spark.slots import Slots, TaskStarts, executor_size, why_no_more
+from distributor.launchers.spark.task.task_data import (
+    ROW_SCHEMA,
+    MemberSpec,
+    Shipped,
+    TaskSpec,
+    late_output_in,
+    values_in,
+)
+from distributor.programs import ship_environment
 from distributor.run_spec import RunSpec, Settings, gpu_type_of
 from distributor.screen.messages import notify, warn_once
-from distributor.serialization.program import Program
-from distributor.settings.fields import conf_cache_dir
-from distributor.spark.application import end_explained
+from distributor.settings import conf_cache_dir
+from distributor.spark.application import end_explained, no_progress_bar
 from distributor.spark.error_translation import explain
-from distributor.spark.log_quieting import no_progress_bar
-from distributor.spark.package_shipping import task_frame
 from distributor.spark.plan import ClusterPlan, check_encryption, check_launch
 from distributor.spark.session import Session
+from distributor.spark.shipping import portable_task, send_program
 from distributor.spark.spark_job import SparkJob
 from distributor.spark.user_modules import folders_of_program, hint, ship_modules
-from distributor.wire.hub import Hub
 from distributor.wire.messages import Stop
 from distributor.wire.protocol import rank_secret
 from distributor.wire.spark_error_payload import failures_in, timeout_in
@@ -50,53 +52,9 @@ TASK = "distributor.launchers.spark.task.task:run"
 """The function that each task runs."""
 
 
-class Shipped(NamedTuple):
-    """What Spark copies to each executor that runs a task: files, by their names there.
-
-    A small program is none of them.
-    """
-
-    program: Program | ProgramFile
-    modules: str | None
-    environment: str | tuple[str, ...] | None
-
-    @classmethod
-    def of(cls, session: Session, spec: RunSpec) -> Shipped:
-        """Send what a run needs; tasks that are submitted after this have it."""
-        settings = spec.settings
-        return cls(
-            send_program(session, spec.program),
-            ship_modules(
-                session,
-                folders_of_program(spec.program),
-                spec.program.imports,
-                settings.py_modules,
-            ),
-            ship_environment(session, settings.environment),
-        )
-
-
-class Opened(NamedTuple):
-    """What an attempt needs of the driver.
-
-    Parameters
-    ----------
-    hub : Hub
-        The driver's end of the nodes' links.
-    address : HubAddress
-        Where it listens.
-    secret : bytes
-        The attempt's secret.
-    """
-
-    hub: Hub
-    address: HubAddress
-    secret: bytes
-
-
 @dataclass(frozen=True)
 class SparkLauncher(Launcher):
-    """Runs the ranks of each attempt in tasks of Spark.
+    """Runs the ranks of each attempt in tasks of Spark. Subclasses have `placed`.
 
     Parameters
     ----------
@@ -125,47 +83,22 @@ class SparkLauncher(Launcher):
         return hint(error, spec.program, spec.settings.py_modules)
 
     def describe(self) -> dict[str, object]:
-        ranks = self.plan.num_tasks * self.plan.ranks_per_task
         return {
             "mode": "cluster",
             "nodes": self.plan.num_tasks,
-            "gpus": ranks if self.plan.use_gpu else 0,
+            "gpus": self.plan.num_ranks if self.plan.use_gpu else 0,
             "application_id": self.session.conf("spark.app.id"),
         }
 
-    def opened(self, run: Run) -> contextlib.AbstractContextManager[Launcher]:
+    def opened(self, run: Run) -> AbstractContextManager[Launcher]:
         Slots(self.session, self.plan).check_limit(self.min_tasks(run))
         return super().opened(run)
 
-    def thread(self, target: Callable[[], object]) -> threading.Thread:
-        return self.session.thread(target)
-
-    @contextlib.contextmanager
-    def start(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:
-        is_last = not attempt.may_be_followed
-        with (
-            end_explained(self.session.spark, is_last=is_last),
-            self.started(attempt, deadline) as handle,
-        ):
-            yield handle
-
-    def started(
-        self, attempt: Attempt, deadline: float
-    ) -> contextlib.AbstractContextManager[Handle]:
-        """Do what `start` does, with Spark's own errors."""
-        raise NotImplementedError
-
-    # What subclasses share
-
-    def min_tasks(self, run: Run) -> int:
-        """Return how many tasks the run needs at least."""
-        return -(-run.spec.min_processes // self.plan.ranks_per_task)
-
-    def ranks_with_slots(self, run: Run, silent: Collection[str]) -> int:
+    def capacity(self, run: Run, silent: Collection[str]) -> int:
         """Return how many of the run's ranks there are slots for.
 
         If fewer ranks would do, executors have some seconds to register. Hosts that no longer
-        answer do not count.
+        answer do not count. Through Connect nobody knows the slots, and all ranks are launched.
         """
         slots = Slots(self.session, self.plan)
         least, most = self.min_tasks(run), self.plan.num_tasks
@@ -175,43 +108,83 @@ class SparkLauncher(Launcher):
                 most = max(least, slots.await_at_most(most, run.cancellation))
         return most * self.plan.ranks_per_task
 
-    def plan_of(self, attempt: Attempt) -> ClusterPlan:
-        return self.plan.with_tasks(attempt.num_ranks // self.plan.ranks_per_task)
+    def thread(self, target: Callable[[], object]) -> threading.Thread:
+        return self.session.thread(target)
 
     @contextlib.contextmanager
-    def hub_opened(self, attempt: Attempt) -> Iterator[Opened]:
-        """Open the hub of an attempt."""
-        settings, secret = attempt.settings, secrets.token_bytes(32)
+    def start(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:
+        plan, datasets = self.plan.with_ranks(attempt.num_ranks), attempt.run.datasets
+        with end_explained(self.session.spark, is_last=not attempt.may_be_followed):
+            rows = None
+            if isinstance(datasets, Datasets):
+                rows = datasets.frame(plan.num_tasks, plan.ranks_per_task)
+            hub = self.new_hub(attempt.settings)
+            with hub:
+                attempt.announce()  # before the wait for slots
+                with self.placed(attempt, plan, rows, hub, deadline) as handle:
+                    yield handle
+
+    def placed(
+        self, attempt: Attempt, plan: ClusterPlan, rows: Any, hub: NodeHub, deadline: float
+    ) -> AbstractContextManager[Handle]:
+        """Have tasks of Spark be the nodes of an attempt.
+
+        Parameters
+        ----------
+        attempt : Attempt
+            The attempt.
+        plan : ClusterPlan
+            Its tasks.
+        rows : DataFrame or None
+            The datasets' rows, with a partition for each task.
+        hub : NodeHub
+            The driver's end of the nodes' links.
+        deadline : float
+            When, by ``time.monotonic``, its ranks must have started.
+        """
+        raise NotImplementedError
+
+    # What subclasses share
+
+    def min_tasks(self, run: Run) -> int:
+        """Return how many tasks the run needs at least."""
+        return -(-run.spec.min_processes // self.plan.ranks_per_task)
+
+    def new_hub(self, settings: Settings, *, is_required: bool = False) -> NodeHub:
         address = choose_hub_address(self.session, settings.hub_address, settings.hub_port)
-        with open_hub(address, secret) as hub:
-            yield Opened(hub, address, secret)
+        return open_hub(address, secrets.token_bytes(32), is_required=is_required)
+
+    def shipped(self, spec: RunSpec) -> Shipped:
+        """Send what a run needs; tasks that are submitted after this have it."""
+        program, settings = spec.program, spec.settings
+        return Shipped(
+            send_program(self.session, program),
+            ship_modules(
+                self.session, folders_of_program(program), program.imports, settings.py_modules
+            ),
+            ship_environment(self.session, settings.environment),
+        )
 
     def task_spec(
-        self, attempt: Attempt, plan: ClusterPlan, opened: Opened, shipped: Shipped
+        self, attempt: Attempt, plan: ClusterPlan, hub: NodeHub, shipped: Shipped
     ) -> TaskSpec:
         """Return what the tasks of an attempt are to do. Warn if the executors are too small."""
-        session, datasets = self.session, attempt.run.datasets
-        spec, settings = attempt.spec, attempt.settings
-        shortage = container_shortage(
-            session.conf, plan.num_tasks, plan.ranks_per_task, warm=settings.warm
-        )
-        if shortage:
+        session, settings, datasets = self.session, attempt.settings, attempt.run.datasets
+        tasks, ranks = plan.num_tasks, plan.ranks_per_task
+        if shortage := container_shortage(session.conf, tasks, ranks, warm=settings.warm):
             warn_once(shortage)
-        secret = opened.secret
+        parts = tasks if attempt.spec.keep_all else 1
         return TaskSpec(
-            share=share_of(attempt, plan.num_tasks, plan.ranks_per_task, rank_secret(secret)),
-            program=shipped.program,
+            share=share_of(attempt, tasks, rank_secret(hub.secret)),
+            shipped=shipped,
             use_gpu=plan.use_gpu,
             driver_gpus=plan.driver_gpus,
             gpu_type=gpu_type_of(settings),
-            hub=(opened.address.advertised, opened.hub.port),
-            secret=secret,
+            hub=hub.address,
+            secret=hub.secret,
             log_dir=None if settings.log_dir is None else os.fspath(settings.log_dir),
-            max_spark_result_bytes=Executors(session).max_result_bytes()
-            // (plan.num_tasks if spec.keep_all else 1),
+            max_spark_result_bytes=Executors(session).max_result_bytes() // parts,
             datasets=datasets.specs if isinstance(datasets, Datasets) else (),
-            modules=shipped.modules,
-            environment=shipped.environment,
             cache_dir=conf_cache_dir(session),
             check_memory=not shortage,
         )
@@ -219,85 +192,70 @@ class SparkLauncher(Launcher):
     def job(
         self,
         run: Run,
-        frame: Any,
-        num_ranks: int,
+        spec: TaskSpec | MemberSpec,
+        size: int,
+        rows: Any,
         on_end: Callable[[Any], object],
     ) -> SparkJob:
-        """Return the job of these tasks, which is not submitted yet."""
-        spec = run.spec
+        """Return a job of so many tasks, which is not submitted yet."""
+        task = portable_task(self.session, TASK, pickle.dumps(spec, protocol=5))
+        if rows is None:
+            rows = self.session.spark.range(0, size, 1, size)
+        profile = self.session.profile(self.plan.profile_gpus)
+        options = {} if profile is None else {"profile": profile}
+        barrier = isinstance(spec, TaskSpec)
+        program, ranks = run.spec.program.name, counted(size * self.plan.ranks_per_task, "rank")
         return SparkJob(
             self.session,
-            frame,
-            spec.run_id,
+            self.session.map_in_arrow(rows, task, ROW_SCHEMA, barrier=barrier, **options),
+            run.spec.run_id,
             on_end,
-            description=f"{spec.program.name} on {counted(num_ranks, 'rank')}",
+            description=f"{program} on {ranks}",
             call_site=run.call_site,
-            pool=spec.settings.pool,
+            pool=run.spec.settings.pool,
         )
-
-
-def rows_of_tasks(session: Session, datasets: Any, plan: ClusterPlan) -> Any:
-    """Return a DataFrame with a partition for each task: the datasets' rows, or a number."""
-    if isinstance(datasets, Datasets):
-        return datasets.frame(plan.num_tasks, plan.ranks_per_task)
-    return session.spark.range(0, plan.num_tasks, 1, plan.num_tasks)
 
 
 class BarrierLauncher(SparkLauncher):
     """Runs the ranks of each attempt in a barrier stage, whose tasks Spark starts together."""
 
-    def capacity(self, run: Run, silent: Collection[str]) -> int:
-        """Return how many of the run's ranks there are slots for.
-
-        Through Connect nobody knows the slots, and all ranks are launched.
-        """
-        return self.ranks_with_slots(run, silent)
-
     @contextlib.contextmanager
-    def started(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:
+    def placed(
+        self, attempt: Attempt, plan: ClusterPlan, rows: Any, hub: NodeHub, deadline: float
+    ) -> Iterator[Handle]:
         """Submit the barrier job of an attempt."""
-        session, run, plan = self.session, attempt.run, self.plan_of(attempt)
-        rows = rows_of_tasks(session, run.datasets, plan)
-        reminder = Reminder()
-        with self.hub_opened(attempt) as opened:
-            hub = opened.hub
-            attempt.announce()  # before the wait for slots
-            slots = Slots(session, plan)
-            slots.await_all(deadline, run.cancellation, reminder)
-            task_spec = self.task_spec(attempt, plan, opened, Shipped.of(session, attempt.spec))
-            watch = DecommissioningWatch(Executors(session).leaving, attempt.number)
-            frame = task_frame(
-                session, rows, TASK, task_spec, ROW_SCHEMA, slots.profile, barrier=True
+        run, slots, reminder = attempt.run, Slots(self.session, plan), Reminder()
+        slots.await_all(deadline, run.cancellation, reminder)
+        spec = self.task_spec(attempt, plan, hub, self.shipped(attempt.spec))
+        watch = DecommissioningWatch(Executors(self.session), attempt.number)
+
+        def end(ending: list[Any] | BaseException) -> None:
+            hub.post(_ended(ending, plan.num_tasks, hub.secret))
+
+        log = "log_dir there" if attempt.settings.log_dir else "the logs of the executors"
+        with (
+            no_progress_bar(self.session),
+            self.job(run, spec, plan.num_tasks, rows, end) as job,
+        ):
+            tasks = TaskStarts(
+                plan.num_tasks,
+                job.has_begun,
+                lambda: slots.why_not_started(job.other_running_tasks()),
+                reminder,
+                job.barrier_arrivals,
             )
-
-            def end(ending: list[Any] | BaseException) -> None:
-                hub.post(_ended(ending, plan.num_tasks, opened.secret))
-
-            with (
-                no_progress_bar(session),
-                self.job(run, frame, attempt.num_ranks, end) as job,
-            ):
-                tasks = TaskStarts(
-                    plan.num_tasks,
-                    job.has_begun,
-                    lambda: slots.why_not_started(job.other_running_tasks()),
-                    reminder,
-                    job.barrier_arrivals,
-                )
-                yield Handle(
-                    links=hub,
-                    num_nodes=plan.num_tasks,
-                    ranks_per_node=plan.ranks_per_task,
-                    training=self.training(attempt.num_ranks),
-                    cancel=job.cancel,
-                    starts=tasks,
-                    leaving=watch.poll,
-                    describe_unlinked=functools.partial(
-                        _describe_unlinked,
-                        hub.port,
-                        has_log_dir=bool(attempt.settings.log_dir),
-                    ),
-                )
+            yield Handle(
+                links=hub,
+                num_nodes=plan.num_tasks,
+                cancel=job.cancel,
+                starts=tasks,
+                leaving=watch.poll,
+                describe_unlinked=lambda nodes: (
+                    f"{nodes} did not reach this process at port {hub.port}: the ranks' output is "
+                    f"in {log} and not shown here, and values are sent through Spark. Open this "
+                    "port to the executors, or set hub_address to an address that they can reach."
+                ),
+            )
 
 
 def _ended(ending: list[Any] | BaseException, num_tasks: int, secret: bytes) -> NodesEnded:
@@ -311,15 +269,6 @@ def _ended(ending: list[Any] | BaseException, num_tasks: int, secret: bytes) -> 
         failures=failures_in(text, secret),
         timed_out=timeout_in(text, secret),
         explain=lambda error, first_lost: explain(error, num_tasks, first_lost),
-    )
-
-
-def _describe_unlinked(port: int, nodes: str, *, has_log_dir: bool) -> str:
-    log = "log_dir there" if has_log_dir else "the logs of the executors"
-    return (
-        f"{nodes} did not reach this process at port {port}: the ranks' output is in {log} and not "
-        "shown here, and values are sent through Spark. Open this port to the executors, or set "
-        "hub_address to an address that they can reach."
     )
 
 
@@ -337,33 +286,16 @@ class GangLauncher(SparkLauncher):
     @contextlib.contextmanager
     def opened(self, run: Run) -> Iterator[Launcher]:
         """Open the hub to which the tasks connect."""
-        slots = Slots(self.session, self.plan)
-        slots.check_limit(self.min_tasks(run))
+        Slots(self.session, self.plan).check_limit(self.min_tasks(run))
         if self.session.requested:
             notify(f"Spark starts executors for this run: {executor_size(self.session)} each.")
-        settings, secret = run.spec.settings, secrets.token_bytes(32)
-        address = choose_hub_address(self.session, settings.hub_address, settings.hub_port)
-        with open_hub(address, secret, is_required=True) as hub:
-            spec = (address.advertised, hub.port), secret
+        hub = self.new_hub(run.spec.settings, is_required=True)
 
-            def submit(
-                number: int, size: int, rows: Any, on_end: Callable[[Any], object]
-            ) -> SparkJob:
-                frame = task_frame(
-                    self.session,
-                    rows or self.session.spark.range(0, size, 1, size),
-                    TASK,
-                    MemberSpec(*spec, number),
-                    ROW_SCHEMA,
-                    slots.profile,
-                    barrier=False,
-                )
-                return self.job(run, frame, size * self.plan.ranks_per_task, on_end)
+        def submit(number: int, size: int, rows: Any, on_end: Callable[[Any], object]) -> SparkJob:
+            return self.job(run, MemberSpec(hub.address, hub.secret, number), size, rows, on_end)
 
-            with no_progress_bar(self.session), Gang(hub, submit, run.spec.run_id) as gang:
-                yield OpenedGangLauncher(
-                    self.session, self.plan, gang, Shipped.of(self.session, run.spec)
-                )
+        with hub, no_progress_bar(self.session), Gang(hub, submit, run.spec.run_id) as gang:
+            yield OpenedGangLauncher(self.session, self.plan, gang, self.shipped(run.spec))
 
 
 @dataclass(frozen=True)
@@ -374,12 +306,12 @@ class OpenedGangLauncher(SparkLauncher):
     ----------
     gang : Gang
         The tasks.
-    shipped : Shipped
+    copied : Shipped
         What Spark has copied to their executors.
     """
 
     gang: Gang
-    shipped: Shipped
+    copied: Shipped
 
     def capacity(self, run: Run, silent: Collection[str]) -> int:
         """Return how many of the run's ranks there are tasks for.
@@ -390,7 +322,7 @@ class OpenedGangLauncher(SparkLauncher):
         """
         knows_slots = not (self.session.allocates_dynamically or self.session.is_connect)
         if run.datasets is not None or (knows_slots and self.gang.is_new):
-            return self.ranks_with_slots(run, silent)
+            return super().capacity(run, silent)
         slots = Slots(self.session, self.plan)
         slots.await_stop(silent, run.cancellation)
         least, most = self.min_tasks(run), self.plan.num_tasks
@@ -400,65 +332,50 @@ class OpenedGangLauncher(SparkLauncher):
         deadline = time.monotonic() + run.spec.settings.start_timeout
         further = FURTHER_SECONDS if self.gang.is_new else 0.0
         with end_explained(self.session.spark):
-            members = self._gather(run, least, most, deadline, further)
+            members = self._gather(run, least, most, deadline, further_seconds=further)
         return min(most, len(members)) * self.plan.ranks_per_task
 
     @contextlib.contextmanager
-    def started(self, attempt: Attempt, deadline: float) -> Iterator[Handle]:
-        """Have tasks be the nodes of an attempt."""
-        session, run, plan = self.session, attempt.run, self.plan_of(attempt)
-        rows = None if run.datasets is None else rows_of_tasks(session, run.datasets, plan)
-        attempt.announce()  # before the wait for slots
-        size = plan.num_tasks if rows else self.plan.num_tasks
-        members = self._gather(run, plan.num_tasks, size, deadline, rows=rows)[: plan.num_tasks]
-        watch = DecommissioningWatch(Executors(session).leaving, attempt.number)
-        with self.hub_opened(attempt) as opened:
-            spec = self.task_spec(attempt, plan, opened, self.shipped)
+    def placed(
+        self, attempt: Attempt, plan: ClusterPlan, rows: Any, hub: NodeHub, deadline: float
+    ) -> Iterator[Handle]:
+        """Have tasks of the gang be the nodes of an attempt."""
+        gang = self.gang
+        size = self.plan.num_tasks if rows is None else plan.num_tasks
+        members = self._gather(attempt.run, plan.num_tasks, size, deadline, rows=rows)
+        watch = DecommissioningWatch(Executors(self.session), attempt.number)
+        spec = self.task_spec(attempt, plan, hub, self.copied)
 
-            def end_nodes() -> None:
-                opened.hub.broadcast(Stop("the run has ended"))
-                if not self.gang.await_end(STOP_SECONDS):
-                    self.gang.cancel()
+        def end_nodes() -> None:
+            hub.broadcast(Stop("the run has ended"))
+            if not gang.await_end(STOP_SECONDS):
+                gang.cancel()
 
-            def further_ranks() -> int:
-                if rows is not None:  # which Spark has distributed to these tasks
-                    return 0
-                further = min(self.gang.num_steady, self.plan.num_tasks) - plan.num_tasks
-                return max(0, further) * plan.ranks_per_task
+        def further_ranks() -> int:
+            if rows is not None:  # which Spark has distributed to these tasks
+                return 0
+            further = min(gang.num_steady, self.plan.num_tasks) - plan.num_tasks
+            return max(0, further) * plan.ranks_per_task
 
-            self.gang.assign(members, spec, opened.hub.post)
-            try:
-                yield Handle(
-                    links=opened.hub,
-                    num_nodes=plan.num_tasks,
-                    ranks_per_node=plan.ranks_per_task,
-                    training=self.training(attempt.num_ranks),
-                    cancel=end_nodes,
-                    leaving=watch.poll,
-                    further_ranks=further_ranks,
-                )
-            finally:
-                if not self.gang.await_end(0):
-                    end_nodes()
-                if rows is not None:  # the next attempt reads others
-                    self.gang.dismiss()
+        gang.assign(members[: plan.num_tasks], spec, hub.post)
+        try:
+            yield Handle(
+                links=hub,
+                num_nodes=plan.num_tasks,
+                cancel=end_nodes,
+                leaving=watch.poll,
+                further_ranks=further_ranks,
+            )
+        finally:
+            if not gang.await_end(0):
+                end_nodes()
+            if rows is not None:  # the next attempt reads others
+                gang.dismiss()
 
     def _gather(
-        self,
-        run: Run,
-        least: int,
-        most: int,
-        deadline: float,
-        further_seconds: float = 0.0,
-        rows: Any = None,
+        self, run: Run, least: int, most: int, deadline: float, **options: Any
     ) -> list[Member]:
+        """Have the gang gather tasks on executors that Spark is not about to end."""
         self.gang.leave(Executors(self.session).leaving(None))
-        return self.gang.gather(
-            least,
-            most,
-            deadline,
-            run.cancellation,
-            rows=rows,
-            further_seconds=further_seconds,
-            describe_shortage=lambda: why_no_more(self.session),
-        )
+        options["describe_shortage"] = lambda: why_no_more(self.session)
+        return self.gang.gather(least, most, deadline, run.cancellation, **options)

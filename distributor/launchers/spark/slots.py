@@ -1,33 +1,31 @@
-"""Waits until the executors have slots for a run's tasks."""
+"""Waits until the executors have slots for a run's tasks, and until Spark has started them."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
-from distributor.control.graceful_shutdown import Cancellation
-from distributor.control.polling import Reminder, poll_until
+from distributor.control.run import NodeStarts
+from distributor.control.waiting import Cancellation, Reminder, poll_until
 from distributor.core.text import counted
 from distributor.core.versions import listed
 from distributor.errors import DistributorError, StartTimeout
 from distributor.launchers.spark.executors import MAX_EXECUTORS, Executors, ended_executors
 from distributor.spark.application import check_not_ended
 from distributor.spark.error_translation import more_slots
-from distributor.spark.executor_resources import EXECUTOR_GPUS
 from distributor.spark.plan import ClusterPlan
-from distributor.spark.session import Session
+from distributor.spark.session import EXECUTOR_GPUS, MEMORY, Session
 from distributor.wire.protocol import DRIVER_LEASE_SECONDS
 
 
 def executor_size(session: Session) -> str:
     """Return what each executor asks for, by the session's configuration and Spark's defaults."""
-    is_contained = session.master.startswith(("yarn", "k8s://"))
-    cores = session.conf("spark.executor.cores") or ("1" if is_contained else None)
-    gpus = int(float(session.conf(EXECUTOR_GPUS) or 0))
+    cores, gpus = session.executor_cores, int(float(session.conf(EXECUTOR_GPUS) or 0))
     size = "all cores of a worker" if cores is None else counted(int(cores), "core")
-    memory = session.conf("spark.executor.memory") or "1g"
+    memory = session.conf(MEMORY) or "1g"
     return f"{size}, {memory} of memory" + (f" and {counted(gpus, 'GPU')}" if gpus else "")
 
 
@@ -69,21 +67,6 @@ def why_no_more(session: Session) -> str:
         f"Spark has {counted(count, 'executor')}, each of {size}, on {listed(hosts)}."
         f"{limit} The cluster may have no more, or another application may hold it. "
         f"{more_slots(session.master)}"
-    )
-
-
-def why_not_started(session: Session, other_tasks: int, *, has_room: bool) -> str:
-    """Return what may keep Spark from starting the tasks of a submitted job, and what to do."""
-    if other_tasks:
-        return (
-            f"Other jobs of this application run {counted(other_tasks, 'task')}: wait for them to "
-            "end, or add executors or cores to the application."
-        )
-    if has_room:
-        return "The executors have room for them: Spark may still be preparing the job."
-    return (
-        "A barrier job's tasks start together, once there is a free slot for each: too few may "
-        f"exist, or others may hold them. {more_slots(session.master)}"
     )
 
 
@@ -135,11 +118,11 @@ class Slots:
 
     def limit_text(self, wanted: int, most: int) -> str:
         """Return that the configuration allows fewer slots than are wanted."""
-        found = ""
+        found, tasks = "", "barrier tasks" if self.plan.barrier else "tasks"
         if self.session.allocates_dynamically:
             found = f" '{MAX_EXECUTORS}' is {self.session.conf(MAX_EXECUTORS) or 'unset'}."
         return (
-            f"{wanted} {self.noun}s are wanted at once, and the executors of {self.session.master} "
+            f"{wanted} {tasks} are wanted at once, and the executors of {self.session.master} "
             f"never have room for more than {most}.{found}"
         )
 
@@ -193,20 +176,94 @@ class Slots:
         )
 
     def why_not_started(self, other_tasks: int) -> str:
-        """Return what may keep Spark from starting the tasks of the submitted job."""
+        """Return what may keep Spark from starting the tasks of a submitted barrier job."""
+        if other_tasks:
+            return (
+                f"Other jobs of this application run {counted(other_tasks, 'task')}: wait for them "
+                "to end, or add executors or cores to the application."
+            )
         slots = Executors(self.session).slots(self.profile)
-        has_room = slots is not None and slots >= self.plan.num_tasks
-        if not (self.plan.barrier or has_room or other_tasks):
-            return why_no_more(self.session)
-        return why_not_started(self.session, other_tasks, has_room=has_room)
-
-    @property
-    def noun(self) -> str:
-        """What a task of the plan is called."""
-        return "barrier task" if self.plan.barrier else "task"
+        if slots is not None and slots >= self.plan.num_tasks:
+            return "The executors have room for them: Spark may still be preparing the job."
+        return (
+            "A barrier job's tasks start together, once there is a free slot for each: too few may "
+            f"exist, or others may hold them. {more_slots(self.session.master)}"
+        )
 
     def _too_few(self, wanted: int) -> int | None:
         """Return how many slots there are if these are fewer than wanted."""
         check_not_ended(self.session.spark)
         slots = Executors(self.session).slots(self.profile)
         return slots if slots is not None and slots < wanted else None
+
+
+POLL_SECONDS = 1.0
+"""Seconds between two questions to Spark."""
+SILENT_SECONDS = 15.0
+"""Seconds from the start of all tasks until a message says that nothing was received from them."""
+
+
+@dataclass(eq=False)
+class TaskStarts(NodeStarts):
+    """Whether Spark has started a barrier job's tasks, which it starts together, and what they do.
+
+    A node that has failed to connect to the driver waits for the others in a barrier of Spark. A
+    node whose Python has not started yet does not.
+
+    Parameters
+    ----------
+    count : int
+        How many tasks the job has.
+    has_begun : callable
+        Returns whether Spark has started any of them, or None if this Spark does not report it.
+        (How many have started is not asked, because Spark's count may be ten seconds old.)
+    obstacle : callable
+        Returns what may keep Spark from starting them, in sentences for the user.
+    reminder : Reminder, optional
+        The reminder of the wait that this is a part of; by default a new one.
+    barrier_arrivals : callable
+        Returns how many tasks wait in a barrier, and how many barriers all of them have passed, or
+        None if this Spark does not report it.
+    """
+
+    count: int
+    has_begun: Callable[[], bool | None] = lambda: None
+    obstacle: Callable[[], str] = lambda: ""
+    reminder: Reminder = field(default_factory=Reminder)
+    barrier_arrivals: Callable[[], tuple[int, int] | None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.begun, self.began_at, self.arrivals = None, math.inf, None
+        self._poll_at = time.monotonic() + POLL_SECONDS
+
+    def poll(self) -> None:
+        now = time.monotonic()
+        if now < self._poll_at:
+            return
+        self._poll_at = now + POLL_SECONDS
+        if not self.have_started:
+            self.was_polled, self.begun = True, self.has_begun()
+            if self.begun:
+                self.began_at = now
+        self.arrivals = self.barrier_arrivals()
+
+    def show_shortfall(self) -> None:
+        """Show, at the intervals of the reminder, that nothing was received from the tasks."""
+        if self.are_pending or self.are_unknown or self.all_started_for(SILENT_SECONDS):
+            self.reminder.show(self.shortfall)
+
+    def shortfall(self) -> str:
+        """Return a sentence that nothing was received from the tasks, and why that may be."""
+        tasks = f"the {self.count} tasks" if self.count > 1 else "the one task"
+        if self.begun is None:
+            return (
+                f"nothing was received from {tasks} of this run, and this Spark does not report "
+                "whether it has started them."
+            )
+        if self.begun:
+            return (
+                f"nothing was received from {tasks} of this run, which Spark has started: Python "
+                "is still starting there, or has no link to this process and prepares the "
+                "environment or the data."
+            )
+        return f"Spark has started none of {tasks} of this run. {self.obstacle()}".rstrip()

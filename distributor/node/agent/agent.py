@@ -5,30 +5,35 @@ from __future__ import annotations
 import math
 import pickle
 import socket
-import threading
+import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import BinaryIO, NoReturn
 
 from distributor.core.rank_variables import RUN_ID
 from distributor.core.text import Redaction
 from distributor.errors import RunTimeout, StartTimeout
-from distributor.node.agent import termination
-from distributor.node.agent.activity import ActivityMonitor
 from distributor.node.agent.output import AgentListener, LogRelay
-from distributor.node.agent.system_metrics import SystemMetrics, has_host_usage
-from distributor.node.agent.termination import failure_at_exit, redact
-from distributor.node.agent.worker_handle import RankStarter, WorkerHandle, WorkerSelector
-from distributor.node.process.spawner import Spawner
+from distributor.node.agent.usage import ActivityMonitor, SystemMetrics, has_host_usage
+from distributor.node.agent.worker_handle import WorkerHandle, WorkerSelector, start_worker
 from distributor.node.process.specs import NodeShare
+from distributor.node.process.supervisor import Spawner
 from distributor.node.worker.stacks import append_stacks, dump_stacks
 from distributor.policies import FailureGracePeriod
 from distributor.rank import messages
-from distributor.serialization.outcome import Failure, Outcome, Value
+from distributor.serialization.outcome import Failure, Outcome, Value, death
+from distributor.wire.messages import Idle, Preempted, RanksStarted, Stacks, Subscribed
 
 RELAY_INTERVAL = 0.05
 """Seconds between two reads of what the ranks printed."""
+TERMINATION_GRACE_SECONDS = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+LINGERING_WARNING_SECONDS, LINGERING_KILL_SECONDS = 30.0, 600.0
+"""Seconds after its work at which a rank that has not ended is reported, and is killed."""
+KILL_SECONDS = 30.0
+"""Seconds from SIGKILL after which a process is left alone, because it hangs in the kernel."""
 
 
 class Agent:
@@ -64,29 +69,26 @@ class Agent:
         head_start: float = 0.0,
     ) -> None:
         self._node = node
+        self._program = program
+        self._spawner = spawner
         self._listener = listener
         self._store_socket = store_socket
+        self._data = data
+        self._head_start = head_start
         self._workers: list[WorkerHandle] = []
         self._selector = WorkerSelector(self._handle)
-        wake = self._selector.wake
-        self._starter = RankStarter(node, program, spawner, store_socket, data, wake)
         self._failures: list[Failure] = []
         self._grace_period = FailureGracePeriod(node.ranks_per_node)
-        self._head_start = head_start
         self._redaction = Redaction(node.env)
         has_metrics = RUN_ID in node.env and has_host_usage()
-        system_metrics = SystemMetrics(node.name) if has_metrics else None
-        self._log_relay = LogRelay(self._workers, listener, self._redaction, system_metrics)
-        self._activity = ActivityMonitor(
-            self._workers, listener, node.activity_interval, uses_gpus=node.uses_gpus
-        )
+        self._system_metrics = SystemMetrics(node.name) if has_metrics else None
+        self._log_relay = LogRelay(self._workers, listener, self._redaction)
+        self._activity = ActivityMonitor(self._workers, node.activity_interval, node.uses_gpus)
         self._num_starting = node.ranks_per_node
         self._all_started_at = math.inf
         self._has_reported_done = self._is_stopping = False
-        self._release_requested = threading.Event()
-        self._stop_requested = threading.Event()
-        self._kill_requested = threading.Event()
-        self._stacks_requested = threading.Event()
+        # Requests of other threads.
+        self._wants_release = self._wants_stop = self._wants_kill = self._wants_stacks = False
         self._notices: deque[bytes] = deque()
 
     def __enter__(self) -> Agent:
@@ -108,7 +110,15 @@ class Agent:
         The calling thread may become the parent of the ranks: they are killed when it ends.
         """
         for local_rank in range(self._node.ranks_per_node):
-            worker = self._starter.start(local_rank)
+            worker = start_worker(
+                self._node,
+                local_rank,
+                self._program,
+                self._spawner,
+                store_socket=self._store_socket,
+                data=self._data,
+                on_exit=self._selector.wake,
+            )
             self._workers.append(worker)
             self._selector.add(worker)
         if self._store_socket is not None:
@@ -117,10 +127,9 @@ class Agent:
         while any(worker.running for worker in self._workers):
             self._selector.wait(0.0 if has_more_output else RELAY_INTERVAL)
             has_more_output = self._log_relay.relay()
-            self._log_relay.report_system_metrics()
+            self._report_usage()
             self._note_exits()
             self._check_deadlines(start_deadline, timeout)
-            self._activity.report_idleness()
             self._answer_requests()
             self._release_or_stop()
             self._report_work_done()
@@ -134,22 +143,22 @@ class Agent:
 
     def release(self) -> None:
         """Let rank 0 end, because all ranks of all nodes have done their work. From any thread."""
-        self._release_requested.set()
+        self._wants_release = True
         self._selector.wake()
 
     def stop(self) -> None:
         """Stop the ranks, because the run has failed elsewhere or is cancelled. From any thread."""
-        self._stop_requested.set()
+        self._wants_stop = True
         self._selector.wake()
 
     def kill(self) -> None:
         """Stop the ranks without a grace period. From any thread."""
-        self._kill_requested.set()
+        self._wants_kill = True
         self.stop()
 
     def request_stacks(self) -> None:
-        """Have the listener's `on_stacks` called soon. From any thread."""
-        self._stacks_requested.set()
+        """Send the stacks of the active ranks soon. From any thread."""
+        self._wants_stacks = True
         self._selector.wake()
 
     def notify_preemption(self, here: bool) -> None:
@@ -161,8 +170,22 @@ class Agent:
     # Events of workers
 
     def _handle(self, worker: WorkerHandle, message: bytes) -> None:
-        if handler := _HANDLERS.get(message):
-            handler(self, worker)
+        match message:
+            case messages.STARTED:
+                self._note_start(worker)
+            case messages.VALUE:
+                worker.outcome = Value(worker.origin.rank, worker.outcome_file)
+            case messages.FAILURE:
+                worker.outcome_file.seek(0)
+                self._note_failure(worker, pickle.load(worker.outcome_file))
+            case messages.EXIT:
+                self._note_death(worker, worker.control.recv(1)[0])
+            case messages.SUBSCRIBED:
+                self._listener.send(Subscribed())
+            case messages.IGNORES_SIGTERM:
+                worker.ignores_sigterm = True
+            case messages.SIGTERM_RECEIVED if not self._is_stopping:
+                self._listener.send(Preempted())
 
     def _note_start(self, worker: WorkerHandle) -> None:
         self._grace_period.note_start(worker.origin.rank, time.monotonic())
@@ -170,28 +193,7 @@ class Agent:
         if not self._num_starting:
             self._all_started_at = time.monotonic()
             self._activity.start()
-            self._listener.on_ranks_started()
-
-    def _note_value(self, worker: WorkerHandle) -> None:
-        worker.outcome = Value(worker.origin.rank, worker.outcome_file)
-
-    def _note_exception(self, worker: WorkerHandle) -> None:
-        worker.outcome_file.seek(0)
-        self._note_failure(worker, pickle.load(worker.outcome_file))
-
-    def _note_exit_code(self, worker: WorkerHandle) -> None:
-        exit_code = worker.control.recv(1)[0]
-        self._note_failure(worker, failure_at_exit(worker, exit_code, self._redaction))
-
-    def _note_subscription(self, worker: WorkerHandle) -> None:
-        self._listener.on_preemption_subscribed()
-
-    def _note_ignores_sigterm(self, worker: WorkerHandle) -> None:
-        worker.ignores_sigterm = True
-
-    def _note_sigterm(self, worker: WorkerHandle) -> None:
-        if not self._is_stopping:
-            self._listener.on_sigterm()
+            self._listener.send(RanksStarted())
 
     def _note_exits(self) -> None:
         """Find the processes that ended without an outcome."""
@@ -201,7 +203,11 @@ class Agent:
                 if worker.outcome is None:
                     returncode = worker.process.returncode
                     assert returncode is not None, "the process has ended"
-                    self._note_failure(worker, failure_at_exit(worker, returncode, self._redaction))
+                    self._note_death(worker, returncode)
+
+    def _note_death(self, worker: WorkerHandle, returncode: int) -> None:
+        tail = self._redaction.of_text(worker.tail())
+        self._note_failure(worker, death(worker.origin, returncode, tail))
 
     def _note_failure(self, worker: WorkerHandle, failure: Failure) -> None:
         if self._is_stopping:
@@ -213,6 +219,12 @@ class Agent:
         self._listener.on_rank_failed(failure)
 
     # What follows from events, requests and the time
+
+    def _report_usage(self) -> None:
+        if self._system_metrics and (sample := self._system_metrics.sample_if_due()):
+            self._listener.write(self._workers[0].origin.rank, "usage", messages.line_of(sample))
+        if (seconds := self._activity.idle_seconds_if_due()) is not None:
+            self._listener.send(Idle(seconds))
 
     def _check_deadlines(self, start_deadline: float, timeout: float) -> None:
         now = time.monotonic()
@@ -228,9 +240,9 @@ class Agent:
         raise kind(append_stacks(text, stacks), stacks=stacks)
 
     def _answer_requests(self) -> None:
-        if self._stacks_requested.is_set():
-            self._stacks_requested.clear()
-            self._listener.on_stacks(self._stacks())
+        if self._wants_stacks:
+            self._wants_stacks = False
+            self._listener.send(Stacks(self._stacks()))
         while self._notices:
             notice = self._notices.popleft()
             for worker in self._workers:
@@ -244,32 +256,75 @@ class Agent:
 
     def _release_or_stop(self) -> None:
         is_over = self._grace_period.is_over(time.monotonic() - self._head_start)
-        if self._stop_requested.is_set() or is_over:
+        if self._wants_stop or is_over:
             self._stop_all()
-        termination.release_finished(self._workers, run_is_done=self._release_requested.is_set())
-        termination.limit_lingering(self._workers, self._listener)
+        for worker in self._workers:
+            serves_store = worker.origin.rank == 0 and isinstance(worker.outcome, Value)
+            if worker.outcome is not None and (self._wants_release or not serves_store):
+                worker.release()
+        limit_lingering(self._workers, self._listener)
 
     def _report_work_done(self) -> None:
-        if not self._has_reported_done and termination.all_have_values(self._workers):
+        """Report once that all workers have ended with a value; rank 0 may still run."""
+        if not self._has_reported_done and all(
+            isinstance(worker.outcome, Value) and (worker.origin.rank == 0 or not worker.running)
+            for worker in self._workers
+        ):
             self._has_reported_done = True
             self._listener.on_work_done()
 
     def _stop_all(self) -> None:
+        """Stop the workers that run: SIGTERM to their process groups, a grace period, SIGKILL.
+
+        A worker whose outcome is known is ending: it has the grace period for its exit handlers.
+        """
         self._is_stopping = True
-        termination.terminate(self._workers, self._wait_while_stopping)
+        for worker in self._workers:
+            if worker.outcome is not None:
+                worker.release()
+                continue
+            worker.process.terminate()
+            if worker.ignores_sigterm:
+                worker.process.kill()
+        deadline = time.monotonic() + TERMINATION_GRACE_SECONDS
+        try:
+            while any(w.running for w in self._workers) and time.monotonic() < deadline:
+                self._selector.wait(RELAY_INTERVAL)
+                self._log_relay.relay()
+                if self._wants_kill:
+                    break
+        finally:
+            for worker in self._workers:
+                worker.process.kill()
+            for worker in self._workers:
+                if not worker.process.join(KILL_SECONDS):
+                    print(f"distributor: {worker.origin} cannot be killed.", file=sys.stderr)
 
-    def _wait_while_stopping(self) -> bool:
-        self._selector.wait(RELAY_INTERVAL)
-        self._log_relay.relay()
-        return not self._kill_requested.is_set()
+
+def redact(failure: Failure, redaction: Redaction) -> Failure:
+    """Return a copy of the failure without secrets."""
+    of_text = redaction.of_text
+    return replace(failure, summary=of_text(failure.summary), text=of_text(failure.text))
 
 
-_HANDLERS: dict[bytes, Callable[[Agent, WorkerHandle], object]] = {
-    messages.STARTED: Agent._note_start,
-    messages.VALUE: Agent._note_value,
-    messages.FAILURE: Agent._note_exception,
-    messages.EXIT: Agent._note_exit_code,
-    messages.SUBSCRIBED: Agent._note_subscription,
-    messages.IGNORES_SIGTERM: Agent._note_ignores_sigterm,
-    messages.SIGTERM_RECEIVED: Agent._note_sigterm,
-}
+def limit_lingering(workers: Sequence[WorkerHandle], listener: AgentListener) -> None:
+    """Report workers that have done their work and do not end; after a while, kill them."""
+    now = time.monotonic()
+    late: dict[int, WorkerHandle] = {}
+    for worker in workers:
+        if not worker.running or now <= worker.released_at + LINGERING_WARNING_SECONDS:
+            continue
+        if now > worker.released_at + LINGERING_KILL_SECONDS:
+            worker.process.kill()
+        elif not worker.has_lingering_warning:
+            worker.has_lingering_warning = True
+            late[worker.origin.rank] = worker
+    stacks = dump_stacks(late) if late else {}  # of all at once: each may take seconds
+    for rank, stack in stacks.items():
+        warning = (
+            f"distributor: {late[rank].origin} has done its work, but its process is still "
+            "running, because of a non-daemon thread, an exit handler or a finalizer. It is "
+            f"killed {LINGERING_KILL_SECONDS:.0f} s after the end of its work."
+        )
+        text = append_stacks(warning, {rank: stack})
+        listener.write(rank, "stderr", f"{text}\n".encode())

@@ -6,7 +6,7 @@ import resource
 import tempfile
 from collections.abc import Callable, Iterator
 
-from distributor.core.linux import lacking_for_memory_files, lacking_for_supervision
+from distributor.core.processes import lacking_for_memory_files, lacking_for_supervision
 from distributor.core.resources import container_memory, format_bytes
 from distributor.core.text import counted
 from distributor.version import __version__

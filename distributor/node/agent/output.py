@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from distributor.core.text import Redaction
-from distributor.node.agent.system_metrics import SystemMetrics
 from distributor.node.agent.worker_handle import STANDARD_STREAMS, WorkerHandle
 from distributor.rank import messages
 from distributor.serialization.oob_pickle import give_back
@@ -18,47 +17,29 @@ from distributor.serialization.outcome import Failure
 from distributor.wire.messages import Source, Stream
 
 
-class Sink(Protocol):
-    """Receives what ranks print and report."""
-
-    def write(self, rank: int, source: Source, data: bytes) -> None: ...
-
-    def has_room(self) -> bool:
-        """Return whether the sink can take more now; if not, the bytes stay in the rank's file."""
-
-
-class AgentListener(Sink, Protocol):
+class AgentListener(Protocol):
     """Receives what the ranks of one node print and report, and the events of their lives.
 
     All methods are called on the thread that runs `Agent.run`, and must not block.
     """
 
-    def on_ranks_started(self) -> None:
-        """Called once, when every rank of the node has begun its work."""
+    def write(self, rank: int, source: Source, data: bytes) -> None:
+        """Receive what a rank has printed or reported."""
+
+    def has_room(self) -> bool:
+        """Return whether `write` can take more now; if not, the bytes stay in the rank's file."""
+
+    def send(self, message: object) -> None:
+        """Send a message to the driver, if there is a link."""
 
     def on_rank_failed(self, failure: Failure) -> None:
         """Called for each failure, in the order in which the failures become known."""
-
-    def on_idle(self, seconds: float) -> None:
-        """Called again and again while all ranks are idle, with the seconds since they are.
-
-        It is called with 0.0 once they are active again.
-        """
-
-    def on_stacks(self, stacks: dict[int, str]) -> None:
-        """Called after `Agent.request_stacks`, with the stacks of the active ranks, by rank."""
 
     def on_work_done(self) -> None:
         """Called once, when every rank of the node has done its work.
 
         Rank 0 then still serves the rendezvous store, until `Agent.release`.
         """
-
-    def on_preemption_subscribed(self) -> None:
-        """Called when a rank subscribes to preemption notices."""
-
-    def on_sigterm(self) -> None:
-        """Called when a rank that subscribes to preemption notices has received SIGTERM."""
 
 
 UNWRITTEN = "\n... {} bytes could not be written here ...\n"
@@ -94,28 +75,19 @@ class LogFiles:
         marker = UNWRITTEN.format(missing).encode() if missing else b""
         written = 0
         try:
-            file = self._file(rank, stream)
+            if (rank, stream) not in self._files:
+                path = self._folder / f"rank{rank}.{stream}"
+                self._files[rank, stream] = path.open("ab", buffering=0)
+            file = self._files[rank, stream]
             while written < len(marker) + len(data):
                 written += file.write((marker + data)[written:])
         except OSError as error:
             unwritten = len(data) - max(0, written - len(marker))
             self._num_missing[rank, stream] = missing + unwritten
-            self._warn(error)
-
-    def _file(self, rank: int, stream: Stream) -> BinaryIO:
-        if (rank, stream) not in self._files:
-            path = self._folder / f"rank{rank}.{stream}"
-            self._files[rank, stream] = path.open("ab", buffering=0)
-        return self._files[rank, stream]
-
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            text = f"distributor: output cannot be written to {self._folder}, but the run goes on"
-            print(f"{text}: {error}", file=sys.stderr)
-
-    def has_room(self) -> bool:
-        return True
+            if not self._has_warned:
+                self._has_warned = True
+                where = f"distributor: output cannot be written to {self._folder}"
+                print(f"{where}, but the run goes on: {error}", file=sys.stderr)
 
     def close(self) -> None:
         """Close the files."""
@@ -143,25 +115,18 @@ class LogRelay:
     ----------
     workers : sequence of WorkerHandle
         The node's workers; those that are started later are appended to the same sequence.
-    sink : Sink
+    sink : AgentListener
         Receives the output.
     redaction : Redaction
         Removes secrets from what the ranks print.
-    system_metrics : SystemMetrics or None
-        Measures the node's utilization, if that is to be reported too.
     """
 
     def __init__(
-        self,
-        workers: Sequence[WorkerHandle],
-        sink: Sink,
-        redaction: Redaction,
-        system_metrics: SystemMetrics | None,
+        self, workers: Sequence[WorkerHandle], sink: AgentListener, redaction: Redaction
     ) -> None:
         self._workers = workers
         self._sink = sink
         self._redaction = redaction
-        self._system_metrics = system_metrics
         self._num_bytes = 0
 
     def relay(self, last: bool = False) -> bool:
@@ -188,33 +153,25 @@ class LogRelay:
     def drain(self) -> None:
         """Pass on all output that is left, or how much there is if the sink makes no room."""
         deadline, relayed = time.monotonic() + DRAIN_SECONDS, self._num_bytes
-        while self._has_unread() and time.monotonic() < deadline:
+        while self._unread() and time.monotonic() < deadline:
             self.relay(last=True)
             if self._num_bytes > relayed:
                 deadline, relayed = time.monotonic() + DRAIN_SECONDS, self._num_bytes
             else:
                 time.sleep(FULL_PAUSE)
-        self._mark_unread()
+        for worker, source, left in self._unread():
+            worker.relayed[source] += left
+            stream = source if source in STANDARD_STREAMS else "stderr"
+            marker = GAP_MARKER.format(left, source, DRAIN_SECONDS)
+            self._sink.write(worker.origin.rank, stream, marker.encode())
 
-    def _mark_unread(self) -> None:
-        for worker, source, file in self._files():
-            if left := os.fstat(file.fileno()).st_size - worker.relayed[source]:
-                worker.relayed[source] += left
-                stream = source if source in STANDARD_STREAMS else "stderr"
-                marker = GAP_MARKER.format(left, source, DRAIN_SECONDS)
-                self._sink.write(worker.origin.rank, stream, marker.encode())
-
-    def report_system_metrics(self) -> None:
-        """Report the node's utilization, if the next sample is due."""
-        if self._system_metrics and self._system_metrics.is_due():
-            line = self._system_metrics.sample().to_line()
-            self._sink.write(self._workers[0].origin.rank, "usage", line)
-
-    def _has_unread(self) -> bool:
-        return any(
-            os.fstat(file.fileno()).st_size > worker.relayed[source]
+    def _unread(self) -> list[tuple[WorkerHandle, Source, int]]:
+        """Return which files have bytes that were not passed on, and how many."""
+        return [
+            (worker, source, left)
             for worker, source, file in self._files()
-        )
+            if (left := os.fstat(file.fileno()).st_size - worker.relayed[source]) > 0
+        ]
 
     def _files(self) -> Iterator[tuple[WorkerHandle, Source, BinaryIO]]:
         for worker in self._workers:

@@ -40,13 +40,21 @@ RANK_VARIABLES = frozenset(_IDENTITY)
 def rank_environment(
     node: NodeShare, local_rank: int, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return all environment variables of a rank, as torchrun would set them."""
+    """Return all environment variables of a rank, as torchrun would set them.
+
+    Neither the user's variables nor the agent's environment are overridden by defaults.
+    """
     identity = {name: str(value(node, local_rank)) for name, value in _IDENTITY.items()}
     devices = {} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)}
+    interface = interface_of(node.address)
+    # Without a GPU and ACCELERATE_USE_CPU, an Accelerator does not notice the other ranks: each
+    # would train a model of its own. So would the Trainer of Transformers, which has one. If ranks
+    # that are to train on CPUs see GPUs, both would use those.
+    uses_cpus = not node.uses_gpus and node.world_size > 1
     environment = {
-        **_network_defaults(node),
+        **({f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL")} if interface else {}),
         **_process_defaults(node.ranks_per_node),
-        **_framework_defaults(node),
+        **({"ACCELERATE_USE_CPU": "true"} if uses_cpus else {}),
         **inherited,
         **devices,
         **node.env,
@@ -64,25 +72,9 @@ def common_environment(
     return {**_process_defaults(ranks_per_node), **inherited, **env}
 
 
-# Neither the user's variables nor the agent's environment are overridden by these defaults.
-
-
 def _process_defaults(ranks_per_node: int) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": "1"} if ranks_per_node > 1 else {}
     return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **threads}
-
-
-def _network_defaults(node: NodeShare) -> dict[str, str]:
-    interface = interface_of(node.address)
-    return {f"{backend}_SOCKET_IFNAME": interface for backend in ("GLOO", "NCCL") if interface}
-
-
-def _framework_defaults(node: NodeShare) -> dict[str, str]:
-    # Without a GPU and this variable, an Accelerator does not notice the other ranks: each would
-    # train a model of its own. So would the Trainer of Transformers, which has one. If ranks that
-    # are to train on CPUs see GPUs, both would use those.
-    uses_cpus = not node.uses_gpus and node.world_size > 1
-    return {"ACCELERATE_USE_CPU": "true"} if uses_cpus else {}
 
 
 def visible_devices(addresses: Sequence[str], mask: str | None) -> tuple[str, ...]:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from distributor.core.files import new_scratch_path, remove_scratch
 from distributor.core.resources import local_folder
 from distributor.node.agent.worker_env import rank_environment
-from distributor.node.process.scratch import new_scratch_path, remove_scratch
-from distributor.node.process.spawner import Process, Spawner
 from distributor.node.process.specs import NodeShare, WorkerSpec
+from distributor.node.process.supervisor import Process, Spawner
 from distributor.rank import messages
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.outcome import Origin, Outcome, Value
@@ -63,7 +63,7 @@ class WorkerSelector:
     def read_rest(self, worker: WorkerHandle) -> None:
         """Handle what a worker, whose process has ended, sent last; stop at its outcome."""
         worker.control.setblocking(False)
-        while worker.outcome is None and self._is_registered(worker):
+        while worker.outcome is None and worker.control in self._selector.get_map():
             self._read(worker)
 
     def close(self) -> None:
@@ -80,9 +80,6 @@ class WorkerSelector:
             self._on_message(worker, message)
         else:
             self._selector.unregister(worker.control)  # its exit code will show how it ended
-
-    def _is_registered(self, worker: WorkerHandle) -> bool:
-        return any(key.fileobj is worker.control for key in self._selector.get_map().values())
 
 
 STANDARD_STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
@@ -160,7 +157,7 @@ class WorkerHandle:
 
     def tail(self) -> str:
         """Return the last lines that the worker printed."""
-        ends = [self._end_of(self.output_files[stream]) for stream in STANDARD_STREAMS]
+        ends = [_end_of(self.output_files[stream]) for stream in STANDARD_STREAMS]
         lines = b"".join(ends).decode(errors="backslashreplace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
@@ -173,84 +170,65 @@ class WorkerHandle:
         if not (keep_value and isinstance(self.outcome, Value)):
             self.outcome_file.close()
 
-    @staticmethod
-    def _end_of(file: BinaryIO) -> bytes:
-        size = os.fstat(file.fileno()).st_size
-        return os.pread(file.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES))
+
+def _end_of(file: BinaryIO) -> bytes:
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES))
 
 
-class RankStarter:
-    """Starts the ranks of one node.
+def start_worker(
+    node: NodeShare,
+    local_rank: int,
+    program: BinaryIO,
+    spawner: Spawner,
+    *,
+    store_socket: socket.socket | None = None,
+    data: BinaryIO | None = None,
+    on_exit: Callable[[], object],
+) -> WorkerHandle:
+    """Start the node's rank number `local_rank`.
 
     Parameters
     ----------
     node : NodeShare
         The node's share of the run.
+    local_rank : int
+        The rank's number on the node.
     program : BinaryIO
         A file with the `Program` that each rank runs.
     spawner : Spawner
-        Starts the processes.
-    store_socket : socket or None
+        Starts the process.
+    store_socket : socket, optional
         The bound socket for the rendezvous store, on the node that has rank 0.
-    data : BinaryIO or None
+    data : BinaryIO, optional
         A file with the node's part of the run's datasets.
     on_exit : callable
-        Called once for each process that has ended, on any thread.
+        Called once when the process has ended, on any thread.
     """
-
-    def __init__(
-        self,
-        node: NodeShare,
-        program: BinaryIO,
-        spawner: Spawner,
-        store_socket: socket.socket | None,
-        data: BinaryIO | None,
-        on_exit: Callable[[], object],
-    ) -> None:
-        self._node = node
-        self._program = program
-        self._spawner = spawner
-        self._store_socket = store_socket
-        self._data = data
-        self._on_exit = on_exit
-
-    def start(self, local_rank: int) -> WorkerHandle:
-        """Start the node's rank number `local_rank`."""
-        with contextlib.ExitStack() as opened:
-            origin = self._node.origin(local_rank)
-            ours, theirs = map(opened.enter_context, socket.socketpair())
-            ours.sendall(self._node.secret)
-            outcome, answers, progress = (opened.enter_context(anonymous_file()) for _ in range(3))
-            folder = local_folder()
-            stdout, stderr = (
-                opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(2)
-            )
-            scratch = new_scratch_path()
-            worker_spec = WorkerSpec(
-                share=self._node.without_secrets(),
-                local_rank=local_rank,
-                parent=os.getpid(),
-                control=theirs.fileno(),
-                program=self._program.fileno(),
-                outcome=outcome.fileno(),
-                stacks=answers.fileno(),
-                progress=progress.fileno(),
-                listener=self._listener_of(origin),
-                data=self._data.fileno() if self._data else None,
-                scratch=scratch,
-            )
-            environment = rank_environment(self._node, local_rank, os.environ)
-            with theirs:
-                process = self._spawner.start(
-                    worker_spec, environment, stdout, stderr, self._on_exit
-                )
-            output_files: dict[Source, BinaryIO] = {
-                "stdout": stdout,
-                "stderr": stderr,
-                "progress": progress,
-            }
-            opened.pop_all()  # the worker closes them
-            return WorkerHandle(origin, process, ours, outcome, answers, output_files, scratch)
-
-    def _listener_of(self, origin: Origin) -> int | None:
-        return self._store_socket.fileno() if self._store_socket and origin.rank == 0 else None
+    origin, folder = node.origin(local_rank), local_folder()
+    with contextlib.ExitStack() as opened:
+        ours, theirs = map(opened.enter_context, socket.socketpair())
+        ours.sendall(node.secret)
+        outcome, answers, progress = (opened.enter_context(anonymous_file()) for _ in range(3))
+        stdout, stderr = (
+            opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(2)
+        )
+        worker_spec = WorkerSpec(
+            share=node.without_secrets(),
+            local_rank=local_rank,
+            parent=os.getpid(),
+            control=theirs.fileno(),
+            program=program.fileno(),
+            outcome=outcome.fileno(),
+            stacks=answers.fileno(),
+            progress=progress.fileno(),
+            listener=store_socket.fileno() if store_socket and origin.rank == 0 else None,
+            data=data.fileno() if data else None,
+            scratch=new_scratch_path(),
+        )
+        environment = rank_environment(node, local_rank, os.environ)
+        with theirs:
+            process = spawner.start(worker_spec, environment, stdout, stderr, on_exit)
+        opened.pop_all()  # the worker closes them
+    files: dict[Source, BinaryIO] = {"stdout": stdout, "stderr": stderr, "progress": progress}
+    return WorkerHandle(origin, process, ours, outcome, answers, files, worker_spec.scratch)

@@ -19,10 +19,9 @@ from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from distributor._compat.cpython import forget_exit_handlers
-from distributor.core.module_search import MAIN_MODULES
+from distributor.core.module_search import MAIN_MODULES, PACKAGE_FOLDERS
 
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
-_INSTALLED = ("site-packages", "dist-packages")
 _BUFFERED = (io.BufferedWriter, io.BufferedRandom)
 _CODE = (ModuleType, FunctionType, type)
 _ANY_FILE: type = io.IOBase.__mro__[1]  # the class in C, which has no slow check for subclasses
@@ -40,7 +39,9 @@ def end_objects() -> None:
     may block or abort.
     """
     files = list(_open_files())
-    _flush(files)  # first of all: errors of a file that is freed are not reported
+    # First of all, because errors of a file that is freed are not reported.
+    _flush(files, io.TextIOWrapper)
+    _flush(files, *_BUFFERED)
     kept_until_end.clear()
     threading.excepthook = lambda _: None  # of daemon threads, whose globals go
     candidates = {*MAIN_MODULES, *_preloaded, *(sys.modules.keys() - _known)}
@@ -87,7 +88,7 @@ def _is_of_program(name: str) -> bool:
     # The innermost: the folders of executors can be below that of an installed PySpark.
     folders = [folder for folder in sys.path if folder and path.startswith(folder + os.sep)]
     folder = max(folders, key=len, default="")
-    is_installed = folder == _STANDARD_LIBRARY or folder.endswith(_INSTALLED)
+    is_installed = folder == _STANDARD_LIBRARY or folder.endswith(PACKAGE_FOLDERS)
     return not is_installed and name.partition(".")[0] != __name__.partition(".")[0]
 
 
@@ -124,13 +125,10 @@ def _open_files() -> Iterator[Any]:
                 yield file
 
 
-def _flush(files: list[Any]) -> None:
-    """Write what files hold back, from the outside in."""
+def _flush(files: list[Any], *kinds: type[Any]) -> None:
+    """Write what files of these kinds hold back."""
     for file in files:
-        if type(file) is io.TextIOWrapper:
-            _end(file.flush, file)
-    for file in files:
-        if type(file) in _BUFFERED:
+        if isinstance(file, kinds) and not file.closed:
             _end(file.flush, file)
 
 
@@ -140,15 +138,11 @@ def _close_files() -> None:
     Files are only flushed if they have nothing else to write: the standard streams are such.
     """
     files = list(_open_files())
-    for file in files:
-        if isinstance(file, io.TextIOWrapper):
-            _end(file.flush, file)
+    _flush(files, io.TextIOWrapper)
     for file in files:
         if not isinstance(file, (io.TextIOWrapper, io.FileIO, *_BUFFERED)):
             _end(file.close, file)
-    for file in files:
-        if isinstance(file, _BUFFERED) and not file.closed:
-            _end(file.flush, file)
+    _flush(files, *_BUFFERED)
 
 
 def _close_hdf5() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
 import math
 import os
 import pickle
@@ -16,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributor.core.linux import status_field
+from distributor.core.module_search import forget_listings
+from distributor.core.processes import status_field
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 _CPUS = Path("/sys/devices/system/cpu")
@@ -115,12 +115,10 @@ def read_environment(descriptor: int) -> dict[str, str]:
 def _forget_cached_folders() -> None:
     """Drop what is cached about the file system's contents, so that it is looked up again."""
     tempfile.tempdir = None
-    # Unlike `importlib.invalidate_caches`, this does not read the archives on the path again.
     for path, finder in list(sys.path_importer_cache.items()):
         if finder is None or not os.path.isabs(path):  # it was missing, or relative to another cwd
             del sys.path_importer_cache[path]
-        elif isinstance(finder, importlib.machinery.FileFinder):
-            finder.invalidate_caches()
+    forget_listings()
 
 
 def _reseed() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -126,14 +124,6 @@ class WorkerSpec:
     @property
     def keeps_value(self) -> bool:
         return self.share.keep_all or self.origin.rank == 0
-
-    def to_argument(self) -> str:
-        return base64.b64encode(pickle.dumps(self)).decode()
-
-    @staticmethod
-    def from_argument(argument: str) -> WorkerSpec:
-        spec: WorkerSpec = pickle.loads(base64.b64decode(argument))
-        return spec
 
     def descriptors(self) -> list[int]:
         """List the descriptors that the rank inherits."""

@@ -15,12 +15,15 @@ Life cycle:
    trackers, removes the ranks' scratch folders and exits.
 
 A rank that was forked leaves this module: `Supervisor.serve` returns in it. The agent's side is
-`SupervisedSpawner`. Each message is one packet.
+`SupervisedSpawner`, or `FreshSpawner` on systems without supervisors. Each message is one packet.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
+import math
 import os
 import pickle
 import queue
@@ -28,49 +31,118 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO, NamedTuple, NoReturn
 
+from distributor.core import processes
 from distributor.core.addresses import host_name
-from distributor.core.linux import child_pids, lacking_for_supervision, set_subreaper
+from distributor.core.files import remove_scratch
+from distributor.core.module_search import lasting_path
+from distributor.core.threads import MessageQueue
 from distributor.errors import DistributorError, StartTimeout
 from distributor.node.process.fork_reset import ProcessAttributes, read_environment
-from distributor.node.process.process_title import set_run_title
-from distributor.node.process.scratch import remove_scratch
-from distributor.node.process.signals import (
-    POLL_SECONDS,
-    RESOURCE_TRACKER_SECONDS,
-    is_resource_tracker,
-    kill,
-    kill_by_environment,
-    kill_group,
-    process_group_of,
-)
-from distributor.node.process.spawner import (
-    RUN_VARIABLES,
-    Interpreter,
-    Process,
-    StartLimit,
-)
 from distributor.node.process.specs import WorkerSpec
 from distributor.serialization.oob_pickle import anonymous_file
 
 MAX_MESSAGE_BYTES = 64 * 1024
 PROCESS_DESCRIPTORS = 4  # of a `StartRank`, before those of the spec
 MAX_DESCRIPTORS = 16
-KILL_SECONDS = (
-    10.0  # after which descendants that hang in the kernel, and so cannot be killed, stay
-)
+KILL_SECONDS = 10.0  # after which descendants stay that hang in the kernel, and cannot be killed
 READY_SECONDS = 60.0  # that a new interpreter has to become a supervisor, which imports little
 SHUTDOWN_SECONDS = 10.0  # that a supervisor has to end its descendants before it is killed
+
+# Of ranks and of all that they start; together they identify a run and a node of it.
+RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
+CHECK_SECONDS = 0.1  # between two checks whether the run goes on
+# The program of a new interpreter; its arguments are a role, the role's argument and a `sys.path`.
+# If the interpreter's start (a `sitecustomize`) has imported this package, that may be another
+# copy, so it is dropped. Exit handlers run in reverse order of registration: ours is registered
+# before any import, and so runs after all others.
+BOOT = """
+import atexit, json, sys
+exit_handlers = []
+atexit.register(lambda: [handler() for handler in exit_handlers])
+sys.path[:] = json.loads(sys.argv.pop())
+for name in [name for name in sys.modules if name.partition(".")[0] == "distributor"]:
+    del sys.modules[name]
+from distributor.node import bootstrap
+bootstrap.main(*sys.argv[1:], exit_handlers)
+"""
 
 
 def is_supported() -> bool:
     """Return whether this system has what supervisors and zygotes need, as macOS has not."""
-    return not lacking_for_supervision()
+    return not processes.lacking_for_supervision()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interpreter:
+    """The interpreter of ranks and of the processes that start them.
+
+    It needs its environment variables in addition to those of its parent.
+    """
+
+    executable: str
+    path: tuple[str, ...]  # its `sys.path`
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def current(cls) -> Interpreter:
+        """Return the interpreter of this process, with the modules that can be imported here."""
+        return cls(executable=sys.executable, path=tuple(lasting_path()))
+
+    def start(
+        self,
+        role: str,
+        argument: object,
+        descriptors: Sequence[int],
+        environment: Mapping[str, str],
+        stdout: int | BinaryIO = subprocess.DEVNULL,
+        stderr: int | BinaryIO = subprocess.DEVNULL,
+        folder: str | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start it as a "rank", "supervisor" or "zygote", in a session of its own."""
+        packed = base64.b64encode(pickle.dumps(argument)).decode()
+        return subprocess.Popen(
+            [self.executable, "-c", BOOT, role, packed, json.dumps(self.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=folder,
+            pass_fds=descriptors,
+            start_new_session=True,
+            env=environment,
+        )
+
+    def start_detached(
+        self, role: str, argument: object, descriptor: int, environment: Mapping[str, str]
+    ) -> int:
+        """Start it without output, and reap it when it ends."""
+        child = self.start(role, argument, [descriptor], environment)
+        threading.Thread(target=child.wait, name=f"{role}-reaper", daemon=True).start()
+        return child.pid
+
+
+@dataclass(frozen=True)
+class StartLimit:
+    """How long the start of ranks is waited for: until a time, by ``time.monotonic``.
+
+    `check` is called again and again meanwhile, and raises an exception if the run has ended.
+    """
+
+    deadline: float = math.inf
+    check: Callable[[], object] = lambda: None
+
+    def intervals(self) -> Iterator[float]:
+        """Yield how many seconds to wait for next, until the deadline has passed."""
+        while (left := self.deadline - time.monotonic()) > 0:
+            self.check()
+            yield min(left, CHECK_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -162,7 +234,7 @@ class Supervisor:
     """
 
     def __init__(self, agent: socket.socket, start: Start, owner: int | None = None) -> None:
-        set_subreaper()
+        processes.set_subreaper()
         self._agent = agent
         self._start = start
         self._pidfds: dict[int, int] = {}  # of running ranks, by process id
@@ -187,7 +259,7 @@ class Supervisor:
         message, descriptors = self._receive()
         if not self._scratches:
             share = message.worker_spec.share
-            set_run_title("supervisor", share.program_name, share.run_id)
+            processes.set_run_title("supervisor", share.program_name, share.run_id)
         try:
             pid, worker_spec = self._start(message, descriptors)
         except OSError as error:
@@ -218,22 +290,20 @@ class Supervisor:
 
     def _handle_end(self, pid: int) -> None:
         """Report how a rank ended, once the rest of its process group has ended too."""
+        # The rank is not reaped yet, so its id cannot have become that of another process group.
+        kill_children(
+            lambda child: child not in self._pidfds and processes.process_group_of(child) == pid
+        )
         pidfd = self._pidfds.pop(pid)
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        # The rank is not reaped yet, so its id cannot have become that of another process group.
-        kill_children(
-            lambda child: (
-                child not in self._pidfds and child != pid and process_group_of(child) == pid
-            )
-        )
         _, status = os.waitpid(pid, 0)
         send(self._agent, RankEnded(pid, os.waitstatus_to_exitcode(status)))
 
     def _shut_down(self) -> NoReturn:
         """End all that still runs, and exit."""
         for pid in self._pidfds:
-            kill(pid)
+            processes.kill(pid)
         self._pidfds.clear()
         kill_children(lambda child: True)
         for scratch in self._scratches.values():
@@ -243,9 +313,9 @@ class Supervisor:
         os._exit(0)
 
 
-def serve_fresh(argument: str) -> NoReturn:
+def serve_fresh(descriptor: int) -> NoReturn:
     """Run as the supervisor of ranks that each have an interpreter of their own."""
-    agent = socket.socket(fileno=int(argument))
+    agent = socket.socket(fileno=descriptor)
     agent.set_inheritable(False)
     Supervisor(agent, _execute_rank).serve()
     raise AssertionError("only forked ranks return, and none was forked")
@@ -254,14 +324,9 @@ def serve_fresh(argument: str) -> NoReturn:
 def _execute_rank(request: StartRank, descriptors: list[int]) -> tuple[int, None]:
     environment, folder, stdout, stderr, *spec_descriptors = descriptors
     worker_spec = request.worker_spec.with_descriptors(spec_descriptors, os.getpid())
+    variables, place = read_environment(environment), f"/proc/self/fd/{folder}"
     child = Interpreter.current().start(
-        "rank",
-        worker_spec.to_argument(),
-        spec_descriptors,
-        read_environment(environment),
-        stdout,
-        stderr,
-        folder=f"/proc/self/fd/{folder}",
+        "rank", worker_spec, spec_descriptors, variables, stdout, stderr, place
     )
     child.returncode = 0  # so that subprocess does not reap it: the supervisor does
     return child.pid, None
@@ -283,16 +348,97 @@ def kill_children(is_doomed: Callable[[int], bool]) -> None:
     Resource trackers end by themselves, and are waited for.
     """
     began = time.monotonic()
-    while doomed := [child for child in child_pids() if is_doomed(child)]:
-        to_kill = [child for child in doomed if not is_resource_tracker(child)]
-        if time.monotonic() > began + (KILL_SECONDS if to_kill else RESOURCE_TRACKER_SECONDS):
+    while doomed := [child for child in processes.child_pids() if is_doomed(child)]:
+        to_kill = [child for child in doomed if not processes.is_resource_tracker(child)]
+        limit = KILL_SECONDS if to_kill else processes.RESOURCE_TRACKER_SECONDS
+        if time.monotonic() > began + limit:
             return
         for child in to_kill:
-            kill(child)
+            processes.kill(child)
         for child in doomed:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, os.WNOHANG)
-        time.sleep(POLL_SECONDS)
+        time.sleep(processes.POLL_SECONDS)
+
+
+class Process:
+    """A rank's process, which leads its own process group."""
+
+    def __init__(self, pid: int, on_end: Callable[[], object]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None  # or minus the signal; None while the process runs
+        self._on_end = on_end
+        self._ended = threading.Event()
+
+    @property
+    def running(self) -> bool:
+        return self.returncode is None
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process group, and kill the process if it ignores SIGTERM."""
+        if self.running:
+            processes.signal_group(self.pid, signal.SIGTERM)
+            if processes.ignores_signal(self.pid, signal.SIGTERM):
+                self.kill()
+
+    def kill(self) -> None:
+        """Kill the process. Its parent kills the rest of its process group."""
+        if self.running:
+            processes.kill(self.pid)
+
+    def record_end(self, returncode: int) -> None:
+        self.returncode = returncode
+        self._on_end()
+        self._ended.set()
+
+    def join(self, seconds: float) -> bool:
+        """Wait until the process has ended; return False if it has not ended in time."""
+        return self._ended.wait(seconds)
+
+
+class FreshSpawner:
+    """Starts each rank in a new interpreter, on systems that lack what a supervisor needs.
+
+    The rest of a rank's process group is killed when the rank ends. On Linux, processes that have
+    left the group are killed at the end of the run, unless the agent is killed or such a process
+    has cleared its environment.
+    """
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
+        self._run_variables: dict[str, str] = {}
+
+    def __enter__(self) -> FreshSpawner:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._run_variables and sys.platform == "linux":
+            processes.kill_by_environment(self._run_variables)
+
+    def start(
+        self,
+        worker_spec: WorkerSpec,
+        environment: Mapping[str, str],
+        stdout: BinaryIO,
+        stderr: BinaryIO,
+        on_end: Callable[[], object],
+    ) -> Process:
+        """Start a rank; `on_end` is called once when it has ended, on any thread."""
+        self._run_variables = {name: environment[name] for name in RUN_VARIABLES}
+        child = self._interpreter.start(
+            "rank", worker_spec, worker_spec.descriptors(), environment, stdout, stderr
+        )
+        process = Process(child.pid, on_end)
+        threading.Thread(target=_await_end, args=(child, process), daemon=True).start()
+        return process
+
+
+def _await_end(child: subprocess.Popen[bytes], process: Process) -> None:
+    with contextlib.suppress(AttributeError, OSError):  # macOS has waitid since Python 3.13
+        # Until the child is reaped, its id cannot become that of another process group.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        processes.signal_group(child.pid, signal.SIGKILL)
+    process.record_end(child.wait())
 
 
 def start_supervisor(interpreter: Interpreter, limit: StartLimit) -> SupervisedSpawner:
@@ -301,12 +447,12 @@ def start_supervisor(interpreter: Interpreter, limit: StartLimit) -> SupervisedS
     with theirs:
         environment = {**os.environ, **interpreter.variables}
         number = theirs.fileno()
-        pid = interpreter.start_detached("supervisor", str(number), number, environment)
+        pid = interpreter.start_detached("supervisor", number, number, environment)
     deadline = min(limit.deadline, time.monotonic() + READY_SECONDS)
     try:
         reply = await_message(ours, replace(limit, deadline=deadline))
     except BaseException as error:
-        kill(pid)
+        processes.kill(pid)
         ours.close()
         if not isinstance(error, TimeoutError):
             raise
@@ -336,7 +482,7 @@ class SupervisedSpawner:
         self._limit = limit
         self._attributes = ProcessAttributes.current()
         self._processes: dict[int, Process] = {}
-        self._replies: queue.SimpleQueue[RankStarted | Refused] = queue.SimpleQueue()
+        self._replies: MessageQueue[RankStarted | Refused] = MessageQueue()
         self._on_end: Callable[[], object] = lambda: None
         self._run_variables: dict[str, str] = {}
         self._reader = threading.Thread(target=self._read, name="supervisor-reader", daemon=True)
@@ -350,7 +496,7 @@ class SupervisedSpawner:
             self._connection.shutdown(socket.SHUT_WR)
         self._reader.join(SHUTDOWN_SECONDS)
         if self._reader.is_alive():  # the supervisor hangs or was stopped
-            kill(self._supervisor_pid)
+            processes.kill(self._supervisor_pid)
             self._reader.join()
         self._connection.close()
 
@@ -362,6 +508,7 @@ class SupervisedSpawner:
         stderr: BinaryIO,
         on_end: Callable[[], object],
     ) -> Process:
+        """Start a rank; `on_end` is called once when it has ended, on any thread."""
         self._on_end = on_end
         self._run_variables = {name: environment[name] for name in RUN_VARIABLES}
         request = pickle.dumps(StartRank(worker_spec, self._attributes))
@@ -377,7 +524,7 @@ class SupervisedSpawner:
         try:
             reply = self._next_reply()
         except BaseException:
-            kill(self._supervisor_pid)  # it would not end the ranks that it has started
+            processes.kill(self._supervisor_pid)  # it would not end the ranks that it has started
             raise
         if isinstance(reply, Refused):
             raise DistributorError(f"A rank could not be started: {reply.reason}")
@@ -411,7 +558,11 @@ class SupervisedSpawner:
     def _end_lost(self, ranks: list[Process]) -> None:
         """End what is left of ranks that the kernel has killed with their supervisor."""
         for rank in ranks:
-            kill_group(rank.pid)
-        kill_by_environment(self._run_variables)
+            processes.kill_group(rank.pid)
+        processes.kill_by_environment(self._run_variables)
         for rank in ranks:
             rank.record_end(-signal.SIGKILL)
+
+
+Spawner = FreshSpawner | SupervisedSpawner
+"""Starts processes that end within its context."""

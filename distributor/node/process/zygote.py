@@ -26,7 +26,6 @@ Supervisors and ranks are forked from here: `serve` returns in each rank, and no
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gc
 import hashlib
@@ -50,8 +49,8 @@ from typing import NoReturn
 from distributor._compat.cpython import disable_exit_finalizers
 from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.core.addresses import host_name
-from distributor.core.linux import Stat, child_pids, set_subreaper, stat_field
 from distributor.core.module_search import Location, find_at, not_on_path
+from distributor.core.processes import Stat, child_pids, kill, set_subreaper, set_title, stat_field
 from distributor.core.resources import IN_YARN
 from distributor.errors import DistributorError, StartTimeout
 from distributor.node.process.exit import flush_streams, remember_modules
@@ -60,20 +59,16 @@ from distributor.node.process.fork_reset import (
     ProcessAttributes,
     reset_after_fork,
 )
-from distributor.node.process.process_title import set_title
-from distributor.node.process.signals import kill
-from distributor.node.process.spawner import (
-    FreshSpawner,
-    Interpreter,
-    Spawner,
-    StartLimit,
-)
 from distributor.node.process.specs import WorkerSpec
 from distributor.node.process.supervisor import (
     MAX_MESSAGE_BYTES,
     PROCESS_DESCRIPTORS,
+    FreshSpawner,
+    Interpreter,
     Ready,
     Refused,
+    Spawner,
+    StartLimit,
     StartRank,
     SupervisedSpawner,
     Supervisor,
@@ -132,29 +127,6 @@ class PreloadSpec:
     preload: tuple[str, ...]  # the user's modules, in addition to those that every rank needs
     located: tuple[Location, ...]  # of those that an import does not find
 
-    @classmethod
-    def of(
-        cls,
-        environment: Mapping[str, str],
-        preload: tuple[str, ...],
-        interpreter: Interpreter | None = None,
-    ) -> PreloadSpec:
-        """Return what a rank with this environment needs."""
-        interpreter = interpreter or Interpreter.current()
-        variables = (
-            (name, hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16])
-            for name, value in environment.items()
-            # A forked rank can apply the number of threads later.
-            if name.startswith(_PREFIXES_READ_AT_START) and name != THREADS_VARIABLE
-        )
-        return cls(
-            executable=interpreter.executable,
-            path=interpreter.path,
-            variables=tuple(sorted(variables)),
-            preload=preload,
-            located=tuple(dict.fromkeys(not_on_path(preload))),
-        )
-
     def covers(self, wanted: PreloadSpec) -> bool:
         """Return whether a zygote with this spec can fork ranks that need another spec."""
         return (
@@ -162,10 +134,6 @@ class PreloadSpec:
             and set(wanted.preload) <= set(self.preload)
             and set(wanted.located) <= set(self.located)
         )
-
-    def preload_for_successor(self, wanted: PreloadSpec) -> tuple[str, ...]:
-        """Return the modules that the next zygote should import too: other runs may need them."""
-        return self.preload if wanted.executable == self.executable else ()
 
 
 @dataclass(frozen=True)
@@ -198,7 +166,7 @@ class Stale:
 FileStates = dict[str, tuple[int, int]]
 
 
-def loaded_files(since: int = sys.maxsize) -> FileStates:
+def loaded_files(since: int) -> FileStates:
     """Return the state of the files that this process has imported, and of archives on its path.
 
     A file that was modified since the imports began, in ns since the epoch, may not be what was
@@ -259,17 +227,12 @@ def _shortened(text: str) -> str:
     return f"{text[:TRACEBACK_CHARS]}\n...\n{text[-TRACEBACK_CHARS:]}"
 
 
-def serve(argument: str) -> WorkerSpec:
+def serve(owner: int, listener: int, preload_spec: PreloadSpec) -> WorkerSpec:
     """Run as a zygote. Returns in each rank that descends from it, and nowhere else."""
-    owner, listener, preload_spec = pickle.loads(base64.b64decode(argument))
     set_title(f"zygote for process {owner}", "zygote")
     # `fork_reset` needs it. It sets a variable that torch's libraries read, and ranks do not get.
     importlib.import_module("threadpoolctl")
-    since, imports = time.time_ns(), _Imports()
-    with _exit_if_owner_dies(owner):
-        find_at(preload_spec.located)
-        import_error = imports.add((*RANK_IMPORTS, *preload_spec.preload), optional="torch")
-    return _Zygote(owner, listener, preload_spec, imports, import_error, since).serve()
+    return _Zygote(owner, listener, preload_spec).serve()
 
 
 @contextlib.contextmanager
@@ -293,23 +256,18 @@ def _exit_if_owner_dies(owner: int) -> Iterator[None]:
 
 
 class _Zygote:
-    """A zygote that has loaded its modules, or failed to."""
+    """A zygote, which loads its modules, or fails to, when it is constructed."""
 
-    def __init__(
-        self,
-        owner: int,
-        listener: int,
-        preload_spec: PreloadSpec,
-        imports: _Imports,
-        import_error: str | None,
-        since: int,
-    ) -> None:
+    def __init__(self, owner: int, listener: int, preload_spec: PreloadSpec) -> None:
+        self._since, self._imports = time.time_ns(), _Imports()
+        with _exit_if_owner_dies(owner):
+            find_at(preload_spec.located)
+            self._import_error = self._imports.add(
+                (*RANK_IMPORTS, *preload_spec.preload), optional="torch"
+            )
         set_subreaper()
         self._preload_spec = preload_spec
-        self._import_error = import_error
-        self._imports = imports
         self._files: FileStates = {}
-        self._since = since
         self._parent = os.getppid()
         self._attributes = ProcessAttributes.current()
         self._listener = socket.socket(fileno=listener)
@@ -391,8 +349,9 @@ class _Zygote:
             self._reply_and_exit(client, Refused(self._import_error))
         fits = self._preload_spec.covers(wanted) and not have_changed(self._files)
         if not fits or self._is_outside_of_container():
-            preload = self._preload_spec.preload_for_successor(wanted)
-            self._reply_and_exit(client, Stale(preload))
+            # The next zygote should import the same modules too: other runs may need them.
+            is_alike = wanted.executable == self._preload_spec.executable
+            self._reply_and_exit(client, Stale(self._preload_spec.preload if is_alike else ()))
         return self._fork_supervisor(client, wanted.preload)
 
     def _is_outside_of_container(self) -> bool:
@@ -434,30 +393,25 @@ class _Zygote:
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_end(pid))
             return None
         close_inherited(self._selector, keep=self._owner)
-        set_by_imports = self._imports.variables((*RANK_IMPORTS, *preload))
         try:
-            fork_rank = partial(self._fork_rank, set_by_imports, bool(preload))
-            supervisor = Supervisor(agent, fork_rank, self._owner)
+            supervisor = Supervisor(agent, partial(self._fork_rank, preload), self._owner)
         except OSError:
             os._exit(1)  # the agent has died
         return supervisor.serve()
 
     def _fork_rank(
-        self,
-        set_by_imports: Mapping[str, str],
-        has_preloads: bool,
-        request: StartRank,
-        descriptors: list[int],
+        self, preload: tuple[str, ...], request: StartRank, descriptors: list[int]
     ) -> tuple[int, WorkerSpec | None]:
         """Fork a rank; runs in a supervisor."""
         supervisor, pid = os.getpid(), _fork()
         if pid:
             return pid, None
+        set_by_imports = self._imports.variables((*RANK_IMPORTS, *preload))
         own_descriptors = descriptors[:PROCESS_DESCRIPTORS]
         reset_after_fork(self._attributes, request.attributes, set_by_imports, own_descriptors)
         spec_descriptors = descriptors[PROCESS_DESCRIPTORS:]
         worker_spec = request.worker_spec.with_descriptors(spec_descriptors, supervisor)
-        return 0, replace(worker_spec, has_preloads=has_preloads)
+        return 0, replace(worker_spec, has_preloads=bool(preload))
 
     def _handle_end(self, pid: int) -> None:
         """Reap a supervisor and, if it was killed, end its orphans, which are now our children."""
@@ -486,37 +440,43 @@ class ZygoteSpec:
 
     @property
     def preload_spec(self) -> PreloadSpec:
-        return PreloadSpec.of(self.environment, self.preload, self.interpreter)
+        variables = (
+            (name, hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16])
+            for name, value in self.environment.items()
+            # A forked rank can apply the number of threads later.
+            if name.startswith(_PREFIXES_READ_AT_START) and name != THREADS_VARIABLE
+        )
+        return PreloadSpec(
+            executable=self.interpreter.executable,
+            path=self.interpreter.path,
+            variables=tuple(sorted(variables)),
+            preload=self.preload,
+            located=tuple(dict.fromkeys(not_on_path(self.preload))),
+        )
 
 
 def open_spawner(
-    zygote_spec: ZygoteSpec | None,
-    limit: StartLimit,
-    interpreter: Interpreter | None = None,
+    zygote_spec: ZygoteSpec | None, limit: StartLimit, interpreter: Interpreter
 ) -> Spawner:
     """Return a spawner whose ranks are forked from a zygote or, without a spec, fresh interpreters.
 
     If no zygote can be used, a message is printed and the ranks are started in fresh interpreters.
     """
-    interpreter = interpreter or Interpreter.current()
     if not is_supported():
         return FreshSpawner(interpreter)
-    if zygote_spec is None:
-        return start_supervisor(interpreter, limit)
-    try:
-        return _request_supervisor(zygote_spec, limit)
-    except TimeoutError as error:
-        modules = ", ".join(("torch", *zygote_spec.preload))
-        raise StartTimeout(
-            f"start_timeout has passed, and the warm process on {host_name()}, which imports "
-            f"{modules}, {error}."
-        ) from None
-    except OSError as error:
-        print(
-            f"distributor: no warm process, so ranks start in new interpreters: {error}",
-            file=sys.stderr,
-        )
-        return start_supervisor(interpreter, limit)
+    if zygote_spec is not None:
+        try:
+            return _request_supervisor(zygote_spec, limit)
+        except TimeoutError as error:
+            modules = ", ".join(("torch", *zygote_spec.preload))
+            raise StartTimeout(
+                f"start_timeout has passed, and the warm process on {host_name()}, which imports "
+                f"{modules}, {error}."
+            ) from None
+        except OSError as error:
+            text = f"no warm process, so ranks start in new interpreters: {error}"
+            print(f"distributor: {text}", file=sys.stderr)
+    return start_supervisor(interpreter, limit)
 
 
 _last_prepared: PreloadSpec | None = None
@@ -643,11 +603,9 @@ def _start_zygote(zygote_spec: ZygoteSpec) -> socket.socket | None:
             return None
         listener.listen()
         number = listener.fileno()
-        arguments = pickle.dumps((zygote_spec.owner, number, zygote_spec.preload_spec))
+        argument = zygote_spec.owner, number, zygote_spec.preload_spec
         environment = {**zygote_spec.environment, **_CHECK_CUDA_THROUGH_NVML}
-        zygote_spec.interpreter.start_detached(
-            "zygote", base64.b64encode(arguments).decode(), number, environment
-        )
+        zygote_spec.interpreter.start_detached("zygote", argument, number, environment)
         return _connect(zygote_spec.owner)
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
-from distributor.node.process.signals import kill_group
+from distributor.core.processes import kill_group
 from distributor.node.process.specs import WorkerSpec
 from distributor.rank.messages import RELEASE, SECRET_BYTES
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import pickle
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from distributor._compat import huggingface, lightning, pyspark, torch
+from distributor.core.addresses import is_loopback, joined, resolve
 from distributor.core.gpus import cpus_near
 from distributor.node.process.fork_reset import set_thread_counts
 from distributor.rank.context import WorkerContext
 from distributor.rank.import_hooks import adapt, at_next_import
 from distributor.rank.messages import Progress, Trained
+from distributor.serialization import code_pickle
 
 SPARK_FILES = "DISTRIBUTOR_SPARK_FILES"
 """The variable of a rank on an executor that has the folder of ``SparkContext.addFile``'s files."""
@@ -29,7 +34,21 @@ def adapt_libraries(uses_gpus: bool, context: WorkerContext) -> None:
     adapt("accelerate.utils.fsdp_utils", huggingface.refuse_lost_adapters)
     for name in lightning.CONNECTORS:
         adapt(name, partial(lightning.see_all_ranks, uses_gpus=uses_gpus))
-    _keep_groups()
+    # The destructor of a gloo process group waits for the group's threads, and such a thread needs
+    # the interpreter's lock to free its last operation: since torch 2.13 every backward pass leaves
+    # a Python object in the state that an operation carries. Torch releases the lock when it frees
+    # the Python object of a group, but not when it frees a DDP model's reducer. So if
+    # `destroy_process_group()` is called first and the model is freed afterwards, the reducer is
+    # the last owner of the group, and the process can deadlock. Whether it does under torchrun
+    # depends on the order of imports: the default arguments in `torch.distributed.nn.functional`
+    # own the default group if that module (which `torch._dynamo` imports) is first imported after
+    # `init_process_group`. So every DDP model keeps its group's Python object until it is freed.
+    adapt("torch.nn.parallel.distributed", torch.keep_groups_of_models)
+    # Before version 2.8 (https://github.com/pytorch/pytorch/pull/154976), torch does not release
+    # the lock in `destroy_process_group()` either. With torch 2.4, three of four runs of torchrun
+    # in which three ranks destroy their group right after `all_gather_object` did not end. There,
+    # destroyed groups exist until this process ends.
+    adapt("torch.distributed.distributed_c10d", torch.keep_destroyed_groups)
     _report_training(context)
     _report_steps(context)
     # `SparkFiles` finds files as in Spark's own functions.
@@ -58,28 +77,9 @@ def _report_steps(context: WorkerContext) -> None:
     """Have the steps of a Transformers ``Trainer`` be the progress of the run."""
 
     def report(done: int, total: int) -> None:
-        context.send(Progress(done=done, total=total, metrics={}))
+        context.send(Progress(done, total))
 
     adapt("transformers.trainer", partial(huggingface.report_progress, report=report))
-
-
-def _keep_groups() -> None:
-    """Keep a process group alive as long as freeing it could block."""
-    # The destructor of a gloo process group waits for the group's threads, and such a thread needs
-    # the interpreter's lock to free its last operation: since torch 2.13 every backward pass leaves
-    # a Python object in the state that an operation carries. Torch releases the lock when it frees
-    # the Python object of a group, but not when it frees a DDP model's reducer. So if
-    # `destroy_process_group()` is called first and the model is freed afterwards, the reducer is
-    # the last owner of the group, and the process can deadlock. Whether it does under torchrun
-    # depends on the order of imports: the default arguments in `torch.distributed.nn.functional`
-    # own the default group if that module (which `torch._dynamo` imports) is first imported after
-    # `init_process_group`. So every DDP model keeps its group's Python object until it is freed.
-    adapt("torch.nn.parallel.distributed", torch.keep_groups_of_models)
-    # Before version 2.8 (https://github.com/pytorch/pytorch/pull/154976), torch does not release
-    # the lock in `destroy_process_group()` either. With torch 2.4, three of four runs of torchrun
-    # in which three ranks destroy their group right after `all_gather_object` did not end. There,
-    # destroyed groups exist until this process ends.
-    adapt("torch.distributed.distributed_c10d", torch.keep_destroyed_groups)
 
 
 def read_variables_at_import() -> None:
@@ -140,3 +140,83 @@ def _parse_cpus(text: str) -> set[int]:
     """Parse a list such as "0-3,8-11"."""
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
     return {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)}
+
+
+# Programs that open a rendezvous of their own, as most PyTorch tutorials do.
+#
+# A rank's environment names the store that rank 0 serves, and TORCHELASTIC_USE_AGENT_STORE makes
+# every rank a client of it. A program that sets MASTER_ADDR and MASTER_PORT itself would therefore
+# wait for a store that nobody serves. So would the processes of `torch.multiprocessing.spawn`, if a
+# rank's program starts them.
+
+USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+RUN_ID = "TORCHELASTIC_RUN_ID"
+
+
+def allow_own_rendezvous(host: str, port: int, run_id: str) -> None:
+    """Have this process serve a store itself if its program chooses another port."""
+    choose = partial(_choose_store, host, port, run_id)
+    adapt("torch.distributed.rendezvous", partial(torch.choose_store, choose=choose))
+    adapt("torch.distributed.distributed_c10d", torch.separate_initializations)
+    wrap = partial(_SpawnedFunction, host, port, run_id)
+    adapt("torch.multiprocessing.spawn", partial(torch.wrap_spawned, wrap=wrap))
+
+
+def _choose_store(host: str, port: int, run_id: str, wanted_host: str, wanted_port: int) -> str:
+    """Decide who serves the store that the program wants; return the host to connect to."""
+    if os.environ.get(RUN_ID, run_id) != run_id:
+        # A rank has started another agent, which serves the store of its own ranks.
+        return wanted_host
+    is_ours = wanted_port == port
+    os.environ[USE_AGENT_STORE] = str(is_ours)
+    if wanted_host == host or not _resolves_to_loopback(wanted_host):
+        return wanted_host
+    if not _is_of_this_machine(host):
+        raise ValueError(
+            f"The program's rendezvous address is {joined(wanted_host, wanted_port)}, but rank 0 "
+            f"is on another machine ({host}). Do not set MASTER_ADDR, MASTER_PORT or init_method "
+            "in the program: each rank's environment already has the right values."
+        )
+    return host if is_ours else wanted_host
+
+
+def _resolves_to_loopback(host: str) -> bool:
+    try:
+        return is_loopback(resolve(host)[1])
+    except OSError:
+        return False  # torch's own error names it
+
+
+def _is_of_this_machine(host: str) -> bool:
+    try:
+        family, address = resolve(host)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+class _SpawnedFunction:
+    """A function that ``torch.multiprocessing`` calls in processes that it starts.
+
+    It is pickled by value if it cannot be pickled by name, as a nested function.
+    """
+
+    def __init__(self, host: str, port: int, run_id: str, function: Callable[..., object]) -> None:
+        self.run, self.function = (host, port, run_id), function
+
+    def __call__(self, *args: Any) -> None:
+        allow_own_rendezvous(*self.run)
+        self.function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        try:
+            pickle.dumps(self.function)
+        except Exception:
+            return _load_spawned, (*self.run, code_pickle.dumps(self.function))
+        return _SpawnedFunction, (*self.run, self.function)
+
+
+def _load_spawned(host: str, port: int, run_id: str, pickled: bytes) -> _SpawnedFunction:
+    return _SpawnedFunction(host, port, run_id, pickle.loads(pickled))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import io
 import os
 import pickle
 import pkgutil
 import runpy
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +21,9 @@ from typing import Any
 
 from distributor._compat.torch import serve_store
 from distributor.core.addresses import use_host_name
+from distributor.core.files import create_scratch
 from distributor.core.module_search import find_at
+from distributor.core.processes import set_run_title
 from distributor.node.process.exit import (
     end_process,
     exit_code_of,
@@ -27,35 +31,87 @@ from distributor.node.process.exit import (
     flush_streams,
     kept_until_end,
 )
-from distributor.node.process.process_title import set_run_title
-from distributor.node.process.scratch import create_scratch
 from distributor.node.process.specs import WorkerSpec
+from distributor.node.worker import libraries
 from distributor.node.worker.control_channel import ControlChannel
-from distributor.node.worker.libraries import (
-    adapt_libraries,
-    bind_to_numa_node,
-    read_variables_at_import,
-)
 from distributor.node.worker.main_module import create_main_module
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
-from distributor.node.worker.own_rendezvous import allow_own_rendezvous
 from distributor.node.worker.stacks import enable_stack_dumps, write_collectives
-from distributor.node.worker.stdio import StandardStreams
+from distributor.rank import messages
 from distributor.rank.context import WorkerContext, enter_worker, finish_gpu_work
 from distributor.rank.import_hooks import after_import
-from distributor.rank.messages import (
-    COLLECTIVES,
-    EXIT,
-    FAILURE,
-    MANY_LINES,
-    NOTICE,
-    NOTICE_HERE,
-    STARTED,
-    VALUE,
-)
 from distributor.serialization import oob_pickle, pickling
 from distributor.serialization.outcome import failure_of
-from distributor.serialization.program import Call, Module, Program, Script, write_files
+from distributor.serialization.program import Call, Program, Script, write_files
+
+BATCH_SECONDS = 0.005
+"""Seconds between two writes while a rank prints very many lines; a crash loses no more."""
+QUIET_BATCHES = 20
+"""Batches without output after which each line is written at once again."""
+
+
+class StandardStreams:
+    """Stdout and stderr of a rank; created once, before anything is printed."""
+
+    def __init__(self) -> None:
+        self._in_batches = False
+        self._streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)]
+        for stream in self._streams:
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+        # A child that is forked while another thread flushes would wait for its lock forever.
+        self._lock = threading.Lock()
+        os.register_at_fork(
+            before=self._prepare_fork,
+            after_in_parent=self._lock.release,
+            after_in_child=self._begin_in_child,
+        )
+
+    def expect_many_lines(self) -> None:
+        """Write in batches from now on, until output slows down. Can be called from any thread."""
+        with self._lock:
+            if self._in_batches:
+                return
+            self._in_batches = True
+            self._reconfigure(line_buffering=False)
+        threading.Thread(target=self._write_batches, name="batches", daemon=True).start()
+
+    def _prepare_fork(self) -> None:
+        self._lock.acquire()
+        self._flush()
+
+    def _begin_in_child(self) -> None:
+        self._lock.release()
+        self._write_by_line()
+
+    def _write_batches(self) -> None:
+        quiet = 0
+        while quiet < QUIET_BATCHES:
+            time.sleep(BATCH_SECONDS)
+            before = self._file_sizes()
+            with self._lock:
+                self._flush()
+            quiet = quiet + 1 if self._file_sizes() == before else 0
+        with self._lock:
+            self._write_by_line()
+
+    def _write_by_line(self) -> None:
+        if self._in_batches:
+            self._reconfigure(line_buffering=True)
+            self._in_batches = False
+
+    def _reconfigure(self, line_buffering: bool) -> None:
+        for stream in self._streams:
+            with contextlib.suppress(ValueError):  # it is closed
+                stream.reconfigure(line_buffering=line_buffering)
+
+    def _flush(self) -> None:
+        for stream in self._streams:
+            with contextlib.suppress(ValueError):
+                stream.flush()
+
+    @staticmethod
+    def _file_sizes() -> int:
+        return sum(os.fstat(descriptor).st_size for descriptor in (1, 2))
 
 
 def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
@@ -70,13 +126,13 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     context = WorkerContext(control.send, worker_spec.progress)
     enter_worker(context)
     if share.settings.numa_binding and sys.platform == "linux":
-        bind_to_numa_node(share.uses_gpus)
+        libraries.bind_to_numa_node(share.uses_gpus)
     control.listen(
         {
-            MANY_LINES: StandardStreams().expect_many_lines,
-            COLLECTIVES: lambda: write_collectives(worker_spec.scratch),
-            NOTICE: lambda: context.preemption_notices.notify(here=False),
-            NOTICE_HERE: lambda: context.preemption_notices.notify(here=True),
+            messages.MANY_LINES: StandardStreams().expect_many_lines,
+            messages.COLLECTIVES: lambda: write_collectives(worker_spec.scratch),
+            messages.NOTICE: lambda: context.preemption_notices.notify(here=False),
+            messages.NOTICE_HERE: lambda: context.preemption_notices.notify(here=True),
         }
     )
     context.secret = control.secret
@@ -91,20 +147,20 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     if worker_spec.listener is not None:
         # Not before: a program may set variables that torch reads when it is imported.
         after_import("torch", partial(_serve_store, context, worker_spec.listener, os.getpid()))
-    control.send(STARTED)
-    allow_own_rendezvous(*context.rendezvous, share.run_id)
+    control.send(messages.STARTED)
+    libraries.allow_own_rendezvous(*context.rendezvous, share.run_id)
     install_mlflow_hooks()
-    adapt_libraries(share.uses_gpus, context)
+    libraries.adapt_libraries(share.uses_gpus, context)
     try:
         succeeded = _run_program(worker_spec, context)
     except SystemExit as leaving:
         # A failure, sent before exit handlers and threads take their time.
         exit_code[0] = exit_code_of(leaving)
         flush_streams()
-        control.send(EXIT + bytes(exit_code))
+        control.send(messages.EXIT + bytes(exit_code))
         return
     exit_code[0] = 0 if succeeded else 1
-    control.send(VALUE if succeeded else FAILURE)
+    control.send(messages.VALUE if succeeded else messages.FAILURE)
     if succeeded and serves_others and context.store is None:
         # Other ranks may use the store, although this one has not.
         threading.Thread(target=_import_torch, daemon=True).start()
@@ -128,7 +184,7 @@ def _run_program(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
     with open(worker_spec.outcome, "wb") as file:
         try:
             try:
-                value = _call(_load_program(worker_spec))
+                value = _load_program(worker_spec)()
             except SystemExit as leaving:
                 if leaving.code not in (None, 0):
                     raise
@@ -153,57 +209,46 @@ def _run_program(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
                 exit_forked_child(sys.exc_info()[1])
 
 
-def _load_program(worker_spec: WorkerSpec) -> Program:
-    """Load the program, and set the main module and the command line that it sees."""
+def _load_program(worker_spec: WorkerSpec) -> Callable[[], Any]:
+    """Set the main module and the command line that the program sees; return what runs it."""
     program = oob_pickle.unpack(worker_spec.program)
     assert isinstance(program, Program)
     create_main_module(worker_spec.program if isinstance(program, Call) else None)
     # To hide torch takes milliseconds, and a preloaded module may have imported it for the program.
     may_set_variables = not isinstance(program, Call) or program.call.uses_environment
     if may_set_variables and not worker_spec.has_preloads:
-        read_variables_at_import()
+        libraries.read_variables_at_import()
     name = program.path if isinstance(program, Script) else program.name
     sys.argv = [name, *write_files(program.args, worker_spec.scratch)]
-    return program
-
-
-def _call(program: Program) -> Any:
     find_at(program.located)
-    if isinstance(program, Script):
-        sys.path.insert(0, program.folder)
-        _call_hook(program)
-        _keep_globals(lambda: runpy.run_path(program.path, run_name="__main__"))
-        return None
-    if isinstance(program, Module):
+    if isinstance(program, Call):
+        function, args, kwargs = program.call.load(vars(sys.modules["__main__"]))
+        kept_until_end.append(function)  # its globals may be those of no module
+        run = partial(function, *args, **kwargs)
+    else:
+        is_script = isinstance(program, Script)
+        run = partial(_run_main, runpy.run_path if is_script else _run_module, name)
         if program.folder:
             sys.path.insert(0, program.folder)
-        _call_hook(program)
-        _keep_globals(lambda: runpy.run_module(program.name, run_name="__main__", alter_sys=True))
-        return None
-    pickling.install_sources(program.call.sources)
-    function, args, kwargs = program.call.load(vars(sys.modules["__main__"]))
-    kept_until_end.append(function)  # its globals may be those of no module
-    _call_hook(program)
-    return function(*args, **kwargs)
+    if program.begins_with:  # what the launcher wants to happen before
+        pkgutil.resolve_name(program.begins_with)()
+    return run
 
 
-def _keep_globals(run: Callable[[], dict[str, Any]]) -> None:
+_run_module = partial(runpy.run_module, alter_sys=True)
+
+
+def _run_main(run: Callable[..., dict[str, Any]], name: str) -> None:
     """Run a main module, and keep its globals until the end, as the interpreter does.
 
     `runpy` drops them. If they are in a reference cycle, the garbage collector could then free
     files in the wrong order, which loses what they hold back.
     """
     try:
-        kept_until_end.append(run())
+        kept_until_end.append(run(name, run_name="__main__"))
     except BaseException as error:
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
         kept_until_end.extend(
             frame.f_globals for frame in frames if frame.f_globals.get("__name__") == "__main__"
         )
         raise
-
-
-def _call_hook(program: Program) -> None:
-    """Call what the launcher wants to happen before the program starts."""
-    if program.begins_with:
-        pkgutil.resolve_name(program.begins_with)()

@@ -26,19 +26,8 @@ from importlib import import_module
 from typing import Any
 
 from distributor._compat import mlflow as compat
-from distributor.core.rank_variables import (
-    ALL,
-    FIRST,
-    HTTP_DEFAULTS,
-    LOCAL_STORES,
-    LOGGING_RANKS,
-    NAMED_SERVER,
-    NO_RANK,
-    OFF_REASON,
-    RUN_ID,
-    SERVER_ERRORS,
-    USE_NOT_DETECTED,
-)
+from distributor._compat import replacing
+from distributor.core import rank_variables as variables
 from distributor.core.text import counted
 from distributor.rank.import_hooks import adapt
 
@@ -78,18 +67,22 @@ class _Hooks:
 
     def __init__(self) -> None:
         env = os.environ
-        self._logging_ranks = env.get(LOGGING_RANKS, NAMED_SERVER)
+        self._logging_ranks = env.get(variables.LOGGING_RANKS, variables.NAMED_SERVER)
         self._is_rank_0 = env["RANK"] == "0"
-        self._run_id = env.get(RUN_ID)
+        self._has_run = self._logging_ranks in (variables.FIRST, variables.ALL)
+        self._run_id = env.get(variables.RUN_ID)
         self._job_uri = env.get("MLFLOW_TRACKING_URI", "")
+        # Why nothing is logged; rank 0 prints it once, unless the driver has warned.
+        off_reason = env.get(variables.OFF_REASON, variables.USE_NOT_DETECTED)
+        self._off_reason = off_reason if self._is_rank_0 else ""
         self._losses = _LossReporter()
 
     def _logs_to(self, uri: str) -> bool:
-        if self._logging_ranks == NAMED_SERVER and not _is_server(uri):
+        if self._logging_ranks == variables.NAMED_SERVER and not _is_server(uri):
             return False
-        if self._logging_ranks == ALL and not self._is_other_server(uri):
+        if self._logging_ranks == variables.ALL and not self._is_other_server(uri):
             return True
-        return self._logging_ranks != NO_RANK and self._is_rank_0
+        return self._logging_ranks != variables.NO_RANK and self._is_rank_0
 
     def _logs(self) -> bool:
         """Return whether this rank logs to the store that is set now."""
@@ -97,7 +90,7 @@ class _Hooks:
 
     def _is_other_server(self, uri: str) -> bool:
         """Return whether the job's run is in a file, and this is a server that the code names."""
-        return self._job_uri.startswith(LOCAL_STORES) and _is_server(uri)
+        return self._job_uri.startswith(variables.LOCAL_STORES) and _is_server(uri)
 
     def _proxy(self, store: Any, *, logs: bool) -> _StoreProxy:
         if logs:
@@ -106,43 +99,39 @@ class _Hooks:
 
     def change_stores(self, module: Any) -> None:
         """Replace the stores for tracking and registered models."""
-        get_builder = module.StoreRegistry.get_store_builder
 
-        @functools.wraps(get_builder)
-        def get_store_builder(registry: Any, store_uri: str) -> Any:
-            build = get_builder(registry, store_uri)
+        @replacing(module.StoreRegistry, "get_store_builder")
+        def get_store_builder(original: Any, registry: Any, store_uri: str) -> Any:
+            build = original(registry, store_uri)
             if registry.group_name not in STORE_GROUPS:
                 return build
 
             @functools.wraps(build, updated=())  # the registry looks at the parameters
             def build_proxy(*args: Any, **kwargs: Any) -> _StoreProxy:
                 logs = self._logs_to(store_uri)
-                if not logs and self._logging_ranks not in (FIRST, ALL):  # the job has no run
-                    self._losses.report_off()
+                if not logs and not self._has_run:
+                    if self._off_reason:
+                        print(f"distributor: {self._off_reason}", file=sys.stderr)
+                        self._off_reason = ""
                     return _ReadOnlyStore(_EmptyStore())
                 # Not at the import of MLflow, which may have been in the zygote, for another run.
-                for name, value in HTTP_DEFAULTS.items():
+                for name, value in variables.HTTP_DEFAULTS.items():
                     os.environ.setdefault(name, value)
                 return self._proxy(build(*args, **kwargs), logs=logs)
 
             return build_proxy
 
-        module.StoreRegistry.get_store_builder = get_store_builder
-
     def change_artifact_stores(self, module: Any) -> None:
         """Replace the stores for artifacts: read anywhere, written below runs."""
-        get_repository = module.ArtifactRepositoryRegistry.get_artifact_repository
 
-        @functools.wraps(get_repository)
+        @replacing(module.ArtifactRepositoryRegistry, "get_artifact_repository")
         def get_artifact_repository(
-            registry: Any, artifact_uri: str, *args: Any, **kwargs: Any
+            original: Any, registry: Any, artifact_uri: str, *args: Any, **kwargs: Any
         ) -> Any:
             if str(artifact_uri).startswith(f"{NOWHERE}:"):
                 return _ReadOnlyStore(_EmptyStore())
-            store = get_repository(registry, artifact_uri, *args, **kwargs)
+            store = original(registry, artifact_uri, *args, **kwargs)
             return self._proxy(store, logs=self._logs())
-
-        module.ArtifactRepositoryRegistry.get_artifact_repository = get_artifact_repository
 
     def change_runs(self, fluent: Any) -> None:
         """Have every start of a run attach to the job's run: MLflow forgets it after the first.
@@ -153,23 +142,21 @@ class _Hooks:
         if (run_id := self._run_id) is None:
             return
         compat.keep_run_open_at_exit()
-        start_run = fluent.start_run
 
-        @functools.wraps(start_run)
-        def attach(*args: Any, **kwargs: Any) -> Any:
+        @replacing(fluent, "start_run")
+        def attach(start_run: Any, *args: Any, **kwargs: Any) -> Any:
             if fluent.active_run() is None:
                 if self._is_other_server(_tracking_uri()):
-                    os.environ.pop(RUN_ID, None)
+                    os.environ.pop(variables.RUN_ID, None)
                     compat.end_run_at_exit()
                 else:
-                    os.environ[RUN_ID] = run_id
+                    os.environ[variables.RUN_ID] = run_id
                     compat.forget_active_experiment()
             return start_run(*args, **kwargs)
 
-        modules: list[Any] = [fluent, sys.modules["mlflow"]]
-        for module in modules:
-            if hasattr(module, "start_run"):  # not yet in MLflow itself while it is being imported
-                module.start_run = attach
+        mlflow: Any = sys.modules["mlflow"]
+        if hasattr(mlflow, "start_run"):  # not yet while it is being imported
+            mlflow.start_run = attach
 
     def change_model_logging(self, module: Any) -> None:
         """Have a rank that does not log save no models either, because that takes long."""
@@ -179,7 +166,7 @@ class _Hooks:
         def log_or_skip(cls: Any, artifact_path: Any = None, *args: Any, **kwargs: Any) -> Any:
             if self._logs():
                 return log(cls, artifact_path, *args, **kwargs)
-            name, active = kwargs.get("name") or artifact_path, _imported("mlflow").active_run()
+            name, active = kwargs.get("name") or artifact_path, import_module("mlflow").active_run()
             run_id = kwargs.get("run_id") or (active.info.run_id if active else None)
             return cls(artifact_path=name, run_id=run_id).get_model_info()
 
@@ -187,44 +174,29 @@ class _Hooks:
 
     def change_registration(self, mlflow: Any) -> None:
         """Have a rank that does not log register no models: MLflow would look for saved files."""
-        register = getattr(mlflow, "register_model", None)
-        if register is None:
+        if not hasattr(mlflow, "register_model"):
             return  # MLflow is installed for tracing only
 
-        @functools.wraps(register)
-        def register_or_skip(model_uri: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        @replacing(mlflow, "register_model")
+        def register(original: Any, model_uri: str, name: str, *args: Any, **kwargs: Any) -> Any:
             if self._logs():
-                return register(model_uri, name, *args, **kwargs)
+                return original(model_uri, name, *args, **kwargs)
             return _make_model_version(name)
-
-        mlflow.register_model = register_or_skip
-
-
-def _imported(module: str) -> Any:
-    return import_module(module)
 
 
 def _tracking_uri() -> str:
-    return str(_imported("mlflow").get_tracking_uri())
+    return str(import_module("mlflow").get_tracking_uri())
 
 
 def _is_server(uri: str) -> bool:
-    return uri == "databricks" or ("://" in uri and not uri.startswith(LOCAL_STORES))
+    return uri == "databricks" or ("://" in uri and not uri.startswith(variables.LOCAL_STORES))
 
 
 class _LossReporter:
-    """Prints why a rank does not log, or that a server failed and how many calls were lost."""
+    """Prints that a server failed, and how many calls were lost."""
 
     def __init__(self) -> None:
         self._lost = 0
-        is_rank_0 = os.environ["RANK"] == "0"
-        self._off_reason = os.environ.get(OFF_REASON, USE_NOT_DETECTED) if is_rank_0 else ""
-
-    def report_off(self) -> None:
-        """Print why nothing is logged: once, on rank 0, and unless the driver has warned."""
-        if self._off_reason:
-            print(f"distributor: {self._off_reason}", file=sys.stderr)
-            self._off_reason = ""
 
     def count(self, error: Exception) -> None:
         """Count a call that the server failed, and print the first error."""
@@ -300,7 +272,7 @@ class _FaultTolerantStore(_StoreProxy):
         if run_id == self._run_id:
             if run_name is None:
                 return None
-            run_status, end_time = _imported("mlflow.entities").RunStatus.RUNNING, None
+            run_status, end_time = import_module("mlflow.entities").RunStatus.RUNNING, None
         update = self._store.update_run_info
         return self._write("update_run_info", update, run_id, run_status, end_time, run_name)
 
@@ -345,7 +317,7 @@ class _ReadOnlyStore(_StoreProxy):
         **kwargs: Any,
     ) -> Any:
         model_id, now = f"m-{uuid.uuid4().hex}", _now()
-        model = _imported("mlflow.entities").LoggedModel(
+        model = import_module("mlflow.entities").LoggedModel(
             experiment_id,
             model_id,
             name or model_id,
@@ -363,7 +335,7 @@ class _ReadOnlyStore(_StoreProxy):
         return trace_info
 
     def create_registered_model(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return _imported("mlflow.entities.model_registry").RegisteredModel(name)
+        return import_module("mlflow.entities.model_registry").RegisteredModel(name)
 
     def create_model_version(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._keep(_make_model_version(name), name)
@@ -383,10 +355,8 @@ class _EmptyStore:
             raise AttributeError(name)
         verb = name.partition("_")[0]
         if verb == "search":
-            return lambda *args, **kwargs: _imported("mlflow.store.entities").PagedList([], None)
-        if verb == "list":
-            return lambda *args, **kwargs: []
-        return _raise_not_found
+            return _find_nothing
+        return (lambda *args, **kwargs: []) if verb == "list" else _raise_not_found
 
     def get_run(self, run_id: str) -> Any:
         return _make_run(run_id)
@@ -398,20 +368,24 @@ class _EmptyStore:
         return _make_experiment("0", name)
 
 
+def _find_nothing(*args: Any, **kwargs: Any) -> Any:
+    return import_module("mlflow.store.entities").PagedList([], None)
+
+
 def _raise_not_found(*args: Any, **kwargs: Any) -> Any:
-    raise _imported("mlflow.exceptions").MlflowException(
+    raise import_module("mlflow.exceptions").MlflowException(
         "MLflow is off in this rank, because the run is not tracked: there is nothing to read.",
-        error_code=_imported("mlflow.protos.databricks_pb2").RESOURCE_DOES_NOT_EXIST,
+        error_code=import_module("mlflow.protos.databricks_pb2").RESOURCE_DOES_NOT_EXIST,
     )
 
 
 def _is_server_error(error: Exception) -> bool:
-    return getattr(error, "error_code", None) in SERVER_ERRORS
+    return getattr(error, "error_code", None) in variables.SERVER_ERRORS
 
 
 def _make_run(run_id: str, experiment_id: str = "0") -> Any:
     """Return a running run that has no parameters, metrics or tags."""
-    entities = _imported("mlflow.entities")
+    entities = import_module("mlflow.entities")
     info = entities.RunInfo(
         run_id=run_id,
         experiment_id=experiment_id,
@@ -428,11 +402,11 @@ def _make_run(run_id: str, experiment_id: str = "0") -> Any:
 
 def _make_experiment(experiment_id: str, name: str) -> Any:
     location = f"{NOWHERE}:/{experiment_id}"
-    return _imported("mlflow.entities").Experiment(experiment_id, name, location, "active")
+    return import_module("mlflow.entities").Experiment(experiment_id, name, location, "active")
 
 
 def _make_model_version(name: str) -> Any:
-    return _imported("mlflow.entities.model_registry").ModelVersion(name, "0", _now())
+    return import_module("mlflow.entities.model_registry").ModelVersion(name, "0", _now())
 
 
 def _now() -> int:

@@ -15,14 +15,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Protocol
 
 from distributor._compat.cpython import split_stacks
 from distributor._compat.torch import recorded_collectives
 from distributor.core.cell_errors import cell_name, with_cell_names
-from distributor.core.linux import is_in_signal_mask
+from distributor.core.processes import is_in_signal_mask
 from distributor.core.text import listed
 from distributor.node.worker import control_channel
 from distributor.rank.messages import COLLECTIVES
@@ -81,16 +81,13 @@ def _describe_collective(entry: Mapping[str, Any]) -> str:
 class DumpTarget(Protocol):
     """A rank's process, and the files to which it writes its stacks and collectives."""
 
+    scratch: str
+    answers: BinaryIO
+
     @property
     def pid(self) -> int: ...
 
-    @property
-    def scratch(self) -> str: ...
-
     def send(self, message: bytes) -> None: ...
-
-    @property
-    def answers(self) -> BinaryIO: ...
 
 
 def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
@@ -101,30 +98,26 @@ def dump_stacks(ranks: Mapping[int, DumpTarget]) -> dict[int, str]:
     """
     begun = {rank: _size(target) for rank, target in ranks.items()}
     waiting = {rank for rank, target in ranks.items() if _signal(target.pid)}
-    sizes, since = dict(begun), time.monotonic()
+    sizes, since = {rank: begun[rank] for rank in waiting}, time.monotonic()
     deadline = since + DUMP_SECONDS
     while time.monotonic() < deadline:
         now = {rank: _size(ranks[rank]) for rank in waiting}
-        if any(now[rank] != sizes[rank] for rank in waiting):
-            since = time.monotonic()
+        if now != sizes:
+            sizes, since = now, time.monotonic()
         elif time.monotonic() > since + QUIET_SECONDS and all(now[r] > begun[r] for r in waiting):
             break
-        sizes |= now
         time.sleep(POLL_INTERVAL)
     # After their stacks: it takes a thread of theirs.
-    _await_collectives([ranks[rank] for rank in waiting])
+    for rank in waiting:
+        ranks[rank].send(COLLECTIVES)
+    deadline = time.monotonic() + COLLECTIVES_SECONDS
+    paths = [_collectives_of(ranks[rank]) for rank in waiting]
+    while time.monotonic() < deadline and not all(path.exists() for path in paths):
+        time.sleep(POLL_INTERVAL)
     return {
         rank: _read_collectives(target) + _read_stack(target, begun[rank])
         for rank, target in ranks.items()
     }
-
-
-def _await_collectives(ranks: Sequence[DumpTarget]) -> None:
-    for target in ranks:
-        target.send(COLLECTIVES)
-    deadline = time.monotonic() + COLLECTIVES_SECONDS
-    while time.monotonic() < deadline and not all(_collectives_of(each).exists() for each in ranks):
-        time.sleep(POLL_INTERVAL)
 
 
 def _signal(pid: int) -> bool:

@@ -76,22 +76,20 @@ class _BatchReader:
     train_dataset: Any
     eval_dataset: Any
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def get_train_dataloader(self) -> Any:
         """Return the training data."""
         if isinstance(self.train_dataset, Batches):
             return _loader_of(self.train_dataset)
-        loader: DataLoader[Any] = super().get_train_dataloader()  # type: ignore[misc]
-        return loader
+        return super().get_train_dataloader()  # type: ignore[misc]
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the data of an evaluation."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         if isinstance(dataset, Batches):
             return _loader_of(dataset)
-        loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
-        return loader
+        return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
 
 class _Stream(IterableDataset[Any]):

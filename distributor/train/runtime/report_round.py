@@ -1,27 +1,45 @@
-"""One report as a round of all ranks: each uploads its files, then rank 0 commits or refuses."""
+"""Rounds of all ranks: one before the first report, and one for each report.
+
+In the first, ranks check their storage and agree where to resume. In the others, each uploads its
+files, and then rank 0 commits or refuses.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from distributor.core.addresses import host_name
+from distributor.core.rank_variables import CheckpointSettings
 from distributor.core.text import counted
 from distributor.errors import DistributorError, OtherRankFailed
 from distributor.filesystems import describe_error, is_local
 from distributor.rank.context import worker_context
 from distributor.rank.messages import Reported
-from distributor.train.runtime.resume import ResumePoint
-from distributor.train.runtime.store_channel import UPLOAD_TIMEOUT_SECONDS, StoreChannel
+from distributor.rank.store_channel import UPLOAD_TIMEOUT_SECONDS, StoreChannel
 from distributor.train.storage.checkpoint import Checkpoint, CheckpointUploadMode
-from distributor.train.storage.checkpoint_manager import CheckpointManager, failed_upload
-from distributor.train.storage.checkpoint_store import PREFIX, Assignment, Storage
-from distributor.train.storage.files import files_of, identities_of
-from distributor.train.storage.manifest import StoredFile
-from distributor.train.storage.report_log import Report
+from distributor.train.storage.checkpoint_manager import CheckpointManager, Report, failed_upload
+from distributor.train.storage.checkpoint_store import (
+    PREFIX,
+    Assignment,
+    Storage,
+    stored_positions,
+)
+from distributor.train.storage.files import (
+    Damaged,
+    StoredFile,
+    break_hardlinks,
+    check_parts,
+    files_of,
+    identities_of,
+    read_share,
+)
 
 UploadFn = Callable[[Checkpoint, str], Checkpoint]
 """Puts a checkpoint into the run's folder, under a name or another, and returns it there."""
@@ -29,82 +47,164 @@ UploadFn = Callable[[Checkpoint, str], Checkpoint]
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest:
-    """One rank's part of a report."""
+    """What one rank reports."""
 
     number: int  # the same on all ranks
-    metrics: Mapping[str, Any]  # which JSON can represent
     checkpoint: Checkpoint | None
     name: str | None  # of the checkpoint; None for a numbered one
     mode: CheckpointUploadMode
-    delete_local: bool
-    upload_fn: UploadFn | None
-    validation: Mapping[str, Any] | None  # arguments of its ValidationTaskConfig; {}: the default
-    positions: Mapping[str, Any]  # of this rank's data loaders
-    preempted: bool  # whether the ranks know that the run is about to lose a process
-    # Set once all ranks have come: whether all that have saved a checkpoint upload it in the
-    # background.
-    in_background: Future[bool] = field(default_factory=Future)
+    delete_local: bool  # whether it is a folder of this machine to be removed once it is in storage
+    upload_fn: UploadFn | None  # uploads the checkpoint of this rank, if it has one
+    # For rank 0, which JSON can represent: "metrics", "positions" of this rank's data loaders,
+    # "preempted", whether the ranks know that the run is about to lose a process, and
+    # "validation", the arguments of its ValidationTaskConfig, if requested; {}: the default.
+    part: Mapping[str, Any]
 
     @property
     def key(self) -> str:
         """The prefix of the report's keys in the store."""
         return f"report/{self.number}"
 
-    @property
-    def calls_upload_fn(self) -> bool:
-        """Whether this rank has a checkpoint that `upload_fn` uploads."""
-        is_uploaded = self.mode is not CheckpointUploadMode.NO_UPLOAD
-        return self.upload_fn is not None and self.checkpoint is not None and is_uploaded
-
-
-@dataclass
-class _Upload:
-    """The files of a rank in storage."""
-
-    name: str | None = None  # of their folder; None if the rank reports none
-    files: list[StoredFile] | None = None  # None if the rank has copied none
-    others: list[StoredFile] = field(default_factory=list)  # versions that other ranks replace
-    error: Exception | None = None  # why they could not be uploaded
-
 
 class ReportRounds:
     """Makes reports together with the other ranks; to be used by one thread.
 
-    `latest` is the name of the latest checkpoint that exists. Only rank 0 uses the manager.
+    All ranks create this together: they check that they share the storage, and find the checkpoint
+    to resume from. Each reads its share of the files of the latest one; if a file is damaged, the
+    checkpoint before is used. Without any, the training resumes from `resume_from`, if given.
+
+    Attributes
+    ----------
+    latest : str or None
+        The name of the latest checkpoint that exists, and is not damaged.
+    num_reports : int
+        The number of reports up to the checkpoint from which the training resumes.
+    positions : mapping
+        Those of the data loaders in it.
     """
 
     def __init__(
         self,
         channel: StoreChannel,
         storage: Storage,
-        manager: CheckpointManager,
-        start: ResumePoint,
+        settings: CheckpointSettings,
+        resume_from: Checkpoint | None,
     ) -> None:
-        self.latest = start.latest
-        self._next_index = start.next_index
-        self._damaged = set(start.damaged)
         self._channel = channel
         self._storage = storage
-        self._manager = manager
+        self._manager = CheckpointManager(storage, settings)  # only rank 0 uses it
         self._has_warned = False
+        begin = self._check_storage()
+        self._next_index = begin["next"]
+        self._damaged: set[str] = set()
+        self.latest: str | None = next(filter(self._is_intact, begin["committed"]), None)
 
-    def run(self, request: ReportRequest) -> None:
-        """Make one report; raises DistributorError if it is refused, on all ranks alike."""
+        def resume(_: object) -> dict[str, Any]:
+            checkpoint = storage.checkpoint(self.latest) if self.latest else resume_from
+            reports = self._manager.resume_from(self.latest, begin["unfinished"])
+            return {"reports": reports, "positions": stored_positions(checkpoint)}
+
+        found = channel.agree("resume", None, resume)
+        self.num_reports: int = found["reports"]
+        self.positions: Mapping[str, Any] = found["positions"]
+
+    def _check_storage(self) -> dict[str, Any]:
+        """Check that all ranks share the storage, and return what rank 0 finds there."""
+        file = f".proof-{secrets.token_hex(8)}"
+        proof = {"host": host_name(), "file": file}
         try:
-            agreed = self._agree(request)  # other ranks may still be saving before this
-        except BaseException as error:
-            request.in_background.set_exception(error)
+            self._storage.write(file, b"\n")
+        except Exception as error:
+            proof = {"host": host_name(), "error": describe_error(error)}
+        try:
+            found: dict[str, Any] = self._channel.agree("begin", proof, self._survey)
+        except DistributorError:
+            with contextlib.suppress(Exception):  # it is where rank 0 does not see it
+                self._storage.remove_files([file])
             raise
-        request.in_background.set_result(agreed["in background"])
-        removes = request.delete_local and self._is_removable(request)
-        self._channel.set_own(request.key, self._own_part(request, agreed, keep=not removes))
-        decision = self._channel.decide(
-            request.key, lambda: self._decide(request), UPLOAD_TIMEOUT_SECONDS
+        return found
+
+    def _survey(self, proofs: list[dict[str, str]]) -> dict[str, Any]:
+        """Return the checkpoints that exist, the latest first, and what earlier attempts left.
+
+        Raises an error that names the ranks whose proofs rank 0 does not see.
+        """
+        path, own = self._storage.path, proofs[0]
+        written = [proof["file"] for proof in proofs if "file" in proof]
+        if "error" in own:
+            with contextlib.suppress(Exception):  # it may not be reached
+                self._storage.remove_files(written)
+            raise DistributorError(
+                f"Rank 0 on {own['host']} cannot write to {path}: {own['error']}"
+            )
+        seen = self._storage.remove_files(written)
+        failures = [
+            f"rank {rank} on {proof['host']}: {proof.get('error', 'its files do not appear there')}"
+            for rank, proof in enumerate(proofs)
+            if proof.get("file") not in seen
+        ]
+        if failures:
+            raise DistributorError(
+                f"The ranks do not share the storage that rank 0 on {own['host']} sees at {path}: "
+                f"{'; '.join(failures)}. storage_path must be a folder that all nodes mount and "
+                "can write to, or an address such as s3://bucket/runs."
+            )
+        survey = self._storage.survey()
+        for name in survey.damaged:
+            print(f"distributor: {name} is skipped: its manifest is damaged.", flush=True)
+        return {
+            "committed": [name for name, _ in reversed(survey.committed)],
+            "unfinished": survey.unfinished,
+            "next": survey.next_index,
+        }
+
+    def _is_intact(self, name: str) -> bool:
+        """Return whether a checkpoint is undamaged: each rank reads its share of the bytes."""
+        manifest, checkpoint = self._storage.manifest_of(name), self._storage.checkpoint(name)
+        rank, size = self._channel.rank, self._channel.size
+        share: dict[str, Any] = {"damage": None}
+        try:
+            if manifest is None:
+                raise Damaged(f"rank {rank} cannot read its manifest")
+            parts = read_share(checkpoint, manifest.files, rank, size)
+            share["parts"] = [asdict(part) for part in parts]
+            break_hardlinks(checkpoint, manifest.files[rank::size])
+        except Damaged as damage:
+            share["damage"] = str(damage)
+
+        def find_damages(shares: list[dict[str, Any]]) -> list[str]:
+            damages = [share["damage"] for share in shares if share["damage"]]
+            if manifest is not None and not damages:
+                parts = [StoredFile(**part) for share in shares for part in share["parts"]]
+                try:
+                    check_parts(checkpoint, manifest.files, parts)
+                except Damaged as damage:
+                    damages.append(str(damage))
+            if damages:
+                print(f"distributor: {name} is skipped: {'; '.join(damages)}.", flush=True)
+            return damages
+
+        if self._channel.agree(f"check/{name}", share, find_damages):
+            self._damaged.add(name)
+            return False
+        return True
+
+    def run(self, request: ReportRequest, agreement: Future[dict[str, Any]]) -> None:
+        """Make one report, on which ranks have agreed; if it is refused, raise DistributorError."""
+        agreed = agreement.result()
+        name = agreed["name"]
+        if agreed["calls upload fn"]:
+            name = self._upload_by_function(request, name)
+        committed: str | None = self._channel.agree(
+            request.key,
+            self._own_part(request, agreed, name),
+            lambda parts: self._commit(request, name, parts),
+            UPLOAD_TIMEOUT_SECONDS,
         )
         self._channel.delete_keys()
-        if decision["committed"]:
-            self.latest, self._next_index = decision["committed"], self._next_index + 1
-            if removes and request.checkpoint is not None:
+        if committed is not None:
+            self.latest, self._next_index = committed, self._next_index + 1
+            if request.delete_local and request.checkpoint is not None:
                 shutil.rmtree(request.checkpoint.path, ignore_errors=True)
 
     def finish(self, number: int) -> None:
@@ -115,14 +215,18 @@ class ReportRounds:
             f"report/{number}/come", f"has returned after {counted(number, 'report')}"
         )
 
-    def _agree(self, request: ReportRequest) -> dict[str, Any]:
-        """Wait for all ranks, and agree on the checkpoint's name and on whose files are kept."""
+    def agree(self, request: ReportRequest) -> dict[str, Any]:
+        """Wait for all ranks, which may still be saving, and agree on how to make a report.
+
+        The agreement is for `run`; "in background" says whether all ranks that have saved a
+        checkpoint upload it in the background.
+        """
         checkpoint = request.checkpoint
         offer = {
             "name": request.name,
             "mode": None if checkpoint is None else request.mode.value,
             "folder": None if checkpoint is None else self._storage.name_of(checkpoint),
-            "calls upload fn": request.calls_upload_fn,
+            "calls upload fn": request.upload_fn is not None,
         }
         agreed: dict[str, Any] = self._channel.agree(
             f"{request.key}/come", offer, lambda offers: self._decide_name(request, offers)
@@ -167,67 +271,60 @@ class ReportRounds:
                 self._storage.remove(name)
 
     def _own_part(
-        self, request: ReportRequest, agreed: dict[str, Any], *, keep: bool
+        self, request: ReportRequest, agreed: dict[str, Any], name: str
     ) -> dict[str, Any]:
         """Upload this rank's files, and return its part of the report, with an error if any."""
-        name, files_of_rank_0 = agreed["name"], agreed["files of rank 0"]
-        assignment = assign_among_ranks(self._channel, f"{request.key}/files", files_of_rank_0)
-        upload = _Upload()
+        checkpoint = request.checkpoint
+        assignment = assign_among_ranks(
+            self._channel, f"{request.key}/files", agreed["files of rank 0"]
+        )
+        part = {**request.part, "files": None, "other versions": []}
+        if checkpoint is None:
+            return part
+        # From here on, no rank writes to the checkpoint any more except those that copy files.
+        others: list[StoredFile] = []
         try:
-            self._upload(upload, request, name, assignment, keep=keep)
-        except Exception as error:
-            upload.error = error
-        if agreed["calls upload fn"]:
-            name = self._agree_on_folder(request, upload, name)
-        part: dict[str, Any] = {
-            "name": name,
-            "metrics": request.metrics,
-            "positions": request.positions,
-            "preempted": request.preempted,
-            "validation": request.validation,
-            "files": None,
-            "other versions": [asdict(file) for file in upload.others],
-        }
-        # From here on, no rank writes to the checkpoint any more except those that upload.
-        try:
-            if upload.error is not None:
-                raise upload.error
-            if upload.name is not None:
-                files = upload.files
-                if files is None:
-                    files = self._storage.describe(upload.name, assignment)
-                part["files"] = [asdict(file) for file in files]
+            if (
+                request.mode is CheckpointUploadMode.NO_UPLOAD
+                or agreed["calls upload fn"]
+                or self._storage.name_of(checkpoint) == name
+            ):
+                files = self._storage.describe(name, assignment)
+            else:
+                keep = not request.delete_local
+                with checkpoint.as_directory() as folder:
+                    files, others = self._storage.upload(folder, name, assignment, keep=keep)
+            part["files"] = [asdict(file) for file in files]
+            part["other versions"] = [asdict(file) for file in others]
         except Exception as error:
             part["error"] = describe_error(error)
         return part
 
-    def _upload(
-        self,
-        upload: _Upload,
-        request: ReportRequest,
-        target: str,
-        assignment: Assignment,
-        *,
-        keep: bool,
-    ) -> None:
-        """Upload this rank's files to the checkpoint `target`, unless they are in the run's folder.
+    def _upload_by_function(self, request: ReportRequest, target: str) -> str:
+        """Call the user's function, if this rank has one and a checkpoint.
 
-        With `keep`, the files of this machine may still be used afterwards, and not only removed.
+        Waits until all ranks have done so, and returns the name under which they have uploaded.
         """
-        checkpoint = request.checkpoint
-        if checkpoint is None:
-            return
-        if request.calls_upload_fn:
-            assert request.upload_fn is not None
-            upload.name = self._name_of(request.upload_fn(checkpoint, target))
-            return
-        is_uploaded = request.mode is not CheckpointUploadMode.NO_UPLOAD
-        if is_uploaded and self._storage.name_of(checkpoint) != target:
-            with checkpoint.as_directory() as folder:
-                upload.files, upload.others = self._storage.upload(
-                    folder, target, assignment, keep=keep
-                )
-        upload.name = target
+        error: Exception | None = None
+        name = None if request.checkpoint is None else target
+        if request.checkpoint is not None and request.upload_fn is not None:
+            try:
+                name = self._name_of(request.upload_fn(request.checkpoint, target))
+            except Exception as raised:
+                error = raised
+        key = f"{request.key}/uploaded"
+        agreed = self._channel.agree(
+            key,
+            {"name": name, "error": None if error is None else describe_error(error)},
+            lambda offers: self._decide_folder(offers, target),
+            UPLOAD_TIMEOUT_SECONDS,
+        )
+        if "error" in agreed:
+            self._channel.await_readers(key)
+            if error is not None:
+                raise error  # perhaps of the user's function
+            raise OtherRankFailed(agreed["error"])
+        return str(agreed["name"])
 
     def _name_of(self, uploaded: object) -> str:
         """Return the name of the checkpoint that the user's function has returned."""
@@ -245,80 +342,45 @@ class ReportRounds:
             )
         return name
 
-    def _agree_on_folder(self, request: ReportRequest, upload: _Upload, target: str) -> str:
-        """Wait until all ranks have uploaded, and return the name under which they have."""
-        error = None if upload.error is None else describe_error(upload.error)
-        agreed = self._channel.agree(
-            f"{request.key}/uploaded",
-            {"name": upload.name, "error": error},
-            lambda offers: self._decide_folder(offers, target),
-            UPLOAD_TIMEOUT_SECONDS,
-        )
-        if "name" in agreed:
-            return str(agreed["name"])
-        self._channel.await_readers(f"{request.key}/uploaded")
-        self._channel.delete_keys()
-        if upload.error is not None:
-            raise upload.error  # perhaps of the user's function
-        raise (OtherRankFailed if agreed["has failed"] else DistributorError)(agreed["error"])
-
     def _decide_folder(self, offers: list[dict[str, Any]], target: str) -> dict[str, Any]:
         """Decide the name of the folder that all ranks have uploaded to. Rank 0 only."""
         for rank, each in enumerate(offers):
             if each["error"] is not None:
-                why = failed_upload(rank, self._storage.path, each["error"])
-                return {"error": why, "has failed": True}
+                return {"error": failed_upload(rank, self._storage.path, each["error"])}
         names = {each["name"]: rank for rank, each in enumerate(offers) if each["name"] is not None}
         if len(names) > 1:
             found = ", ".join(f"rank {rank} to {name!r}" for name, rank in names.items())
-            why = (
+            raise DistributorError(
                 f"The ranks have uploaded one checkpoint to several folders: {found}. "
                 "checkpoint_upload_fn must upload to the folder that its second argument names, or "
                 "to one other folder on all ranks."
             )
-            return {"error": why, "has failed": False}
         name = next(iter(names), target)
         self._free_name(name, keep_files=True)
         return {"name": name}
 
-    def _is_removable(self, request: ReportRequest) -> bool:
-        """Return whether the reported folder is on this machine, and not itself in storage."""
-        checkpoint = request.checkpoint
-        return (
-            checkpoint is not None
-            and request.mode is not CheckpointUploadMode.NO_UPLOAD
-            and is_local(checkpoint.filesystem)
-            and not self._storage.contains(checkpoint)
+    def _commit(self, request: ReportRequest, name: str, parts: list[dict[str, Any]]) -> str | None:
+        """Commit what ranks have uploaded, and return its name, if it is any. Rank 0 only."""
+        checkpoint = name if any(part["files"] is not None for part in parts) else None
+        report = Report(
+            number=request.number,
+            metrics=parts[0]["metrics"],
+            checkpoint=checkpoint,
+            world_size=self._channel.size,
+            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
-
-    def _decide(self, request: ReportRequest) -> dict[str, Any]:
-        """Wait for all ranks, and commit what they have uploaded. Rank 0 only."""
         try:
-            parts = self._channel.gather(request.key, UPLOAD_TIMEOUT_SECONDS)
-            names = (part["name"] for part in parts if part["files"] is not None)
-            report = Report(
-                number=request.number,
-                metrics=parts[0]["metrics"],
-                checkpoint=next(names, None),
-                world_size=self._channel.size,
-                attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            )
-            try:
-                self._manager.add(report, self._next_index, parts)
-            except DistributorError:
-                raise
-            except Exception as error:
-                why = describe_error(error)
-                return {"error": f"The report could not be stored in {self._storage.path}: {why}"}
-            name = report.checkpoint
-            path = self._storage.checkpoint(name).path if name else None
-            metrics = [part["metrics"] for part in parts]
-            worker_context().send(Reported(metrics, path, parts[0]["preempted"]))
-            return {"committed": name}
-        except DistributorError as error:
-            return {"error": str(error)}
+            self._manager.add(report, self._next_index, parts)
+        except DistributorError:
+            raise
         except Exception as error:
-            return {"error": describe_error(error)}
+            raise DistributorError(
+                f"The report could not be stored in {self._storage.path}: {describe_error(error)}"
+            ) from error
+        path = self._storage.checkpoint(name).path if checkpoint else None
+        metrics = [part["metrics"] for part in parts]
+        worker_context().send(Reported(metrics, path, parts[0]["preempted"]))
+        return checkpoint
 
 
 def assign_among_ranks(channel: StoreChannel, key: str, of_rank_0: Mapping[str, str]) -> Assignment:
@@ -351,7 +413,7 @@ def _identities_of_local_files(request: ReportRequest) -> dict[str, str]:
     # Called once all ranks have come: in a folder that they share, another rank may have been
     # writing a file until then, which changes its identity.
     checkpoint = request.checkpoint
-    if checkpoint is None or request.calls_upload_fn or not is_local(checkpoint.filesystem):
+    if checkpoint is None or request.upload_fn is not None or not is_local(checkpoint.filesystem):
         return {}
     try:
         return identities_of(files_of(checkpoint.path))

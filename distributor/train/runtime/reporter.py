@@ -11,19 +11,18 @@ from typing import Any
 
 from distributor.core.rank_variables import CheckpointSettings, check_name
 from distributor.errors import DistributorError
+from distributor.filesystems import is_local
 from distributor.rank.context import worker_context
+from distributor.rank.store_channel import StoreChannel
 from distributor.train.runtime.report_round import ReportRequest, ReportRounds, UploadFn
-from distributor.train.runtime.resume import find_resume_point
-from distributor.train.runtime.store_channel import StoreChannel
 from distributor.train.storage.checkpoint import (
     Checkpoint,
     CheckpointUploadMode,
     ReportedCheckpoint,
     ReportedCheckpointStatus,
 )
-from distributor.train.storage.checkpoint_manager import CheckpointManager, ranked
+from distributor.train.storage.checkpoint_manager import json_metrics, ranked
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.report_log import json_metrics
 
 VALIDATION_SECONDS = 24 * 3600.0
 """Seconds that a rank waits for validations if it sets no limit."""
@@ -52,28 +51,19 @@ class Reporter:
         self._settings = settings
         self.custom_filesystem = filesystem is not None
         self.storage = Storage(settings.storage_path, settings.name, filesystem)
-        self._manager = CheckpointManager(self.storage, settings)
         self._resume_from = resume_from
         self._was_preempted = was_preempted
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reports")
+        self._thread_id = self._thread.submit(threading.get_ident).result()
         self._pending: list[Future[None]] = []
         self._loaders: list[weakref.WeakMethod[Callable[[], Any]]] = []
         self._named_loaders: dict[str, weakref.WeakMethod[Callable[[], Any]]] = {}
-        self._thread_id: int
-        self._number: int
-        self._positions: Mapping[str, Any]
-        self._rounds: ReportRounds
-        self._thread.submit(self._start).result()
-        worker_context().completed_steps = self._number
+        self._rounds = self._thread.submit(
+            lambda: ReportRounds(StoreChannel.connect(), self.storage, settings, resume_from)
+        ).result()
+        self._number = worker_context().completed_steps = self._rounds.num_reports
         worker_context().register_loader = self.register_loader
         worker_context().add_final_step(self.finish)
-
-    def _start(self) -> None:
-        self._thread_id = threading.get_ident()
-        channel = StoreChannel.connect()
-        start = find_resume_point(channel, self.storage, self._manager, self._resume_from)
-        self._number, self._positions = start.num_reports, start.positions
-        self._rounds = ReportRounds(channel, self.storage, self._manager, start)
 
     def report(
         self,
@@ -106,40 +96,38 @@ class Reporter:
                     "With NO_UPLOAD, a checkpoint must already be a folder in "
                     f"{self.storage.path}, but it is at {checkpoint.path}."
                 )
-        elif checkpoint is not None and self.storage.is_inside(checkpoint):
+        if checkpoint is None or mode is CheckpointUploadMode.NO_UPLOAD:
+            delete_local, upload_fn = False, None
+        elif self.storage.is_inside(checkpoint):
             raise ValueError(
                 f"The run's own folder {self.storage.path} is inside the reported checkpoint "
                 f"{checkpoint.path}, which would be copied into itself, or deleted after the "
                 "upload. Save the checkpoint in a folder of its own."
             )
+        elif not is_local(checkpoint.filesystem) or self.storage.contains(checkpoint):
+            delete_local = False
         self._wait_for_pending(MAX_PENDING - 1)
         request = ReportRequest(
             number=self._number,
-            # A copy: the program may change its own. Errors are raised before other ranks wait.
-            metrics=json_metrics(metrics),
             checkpoint=checkpoint,
             name=name,
             mode=mode,
             delete_local=delete_local,
             upload_fn=upload_fn,
-            validation=validation,
-            positions=self._loader_positions(),
-            preempted=self._was_preempted(),
+            part={
+                # A copy: the program may change its own. Errors are raised before others wait.
+                "metrics": json_metrics(metrics),
+                "positions": self._loader_positions(),
+                "preempted": self._was_preempted(),
+                "validation": validation,
+            },
         )
-        self._pending.append(self._thread.submit(self._rounds.run, request))
+        agreement = self._thread.submit(self._rounds.agree, request)
+        self._pending.append(self._thread.submit(self._rounds.run, request, agreement))
         self._number += 1
-        if not self._continues_before(request):
+        if not _is_in_background(request, agreement):
             self._wait_for_pending()
         worker_context().completed_steps = self._number
-
-    def _continues_before(self, request: ReportRequest) -> bool:
-        """Return whether the program continues before the checkpoint is in storage."""
-        if request.mode is CheckpointUploadMode.ASYNC:
-            return True
-        # A rank without a checkpoint need not wait if the others do not.
-        if request.checkpoint is not None or request.in_background.exception() is not None:
-            return False  # the error is raised by the report itself
-        return request.in_background.result()
 
     def finish(self) -> None:
         """Wait for the reports in the background, and raise the first error among them."""
@@ -178,9 +166,9 @@ class Reporter:
         """
         if name is not None:
             self._named_loaders[name] = weakref.WeakMethod(position)
-            return self._positions.get(name)
+            return self._rounds.positions.get(name)
         self._loaders.append(weakref.WeakMethod(position))
-        return self._positions.get(str(len(self._loaders) - 1))
+        return self._rounds.positions.get(str(len(self._loaders) - 1))
 
     def _loader_positions(self) -> dict[str, Any]:
         """Return the positions of the loaders that still exist, in the order of registration.
@@ -193,7 +181,7 @@ class Reporter:
             if (position := loader()) is not None:
                 current[name] = position()
         registered = {*map(str, range(len(self._loaders))), *self._named_loaders}
-        return {n: at for n, at in self._positions.items() if n not in registered} | current
+        return {n: at for n, at in self._rounds.positions.items() if n not in registered} | current
 
     def _check_thread(self) -> None:
         if threading.get_ident() == self._thread_id:
@@ -205,6 +193,16 @@ class Reporter:
         """Wait until no more are pending than that; an error of a report that is done is raised."""
         while self._pending and (self._pending[0].done() or len(self._pending) > most):
             self._pending.pop(0).result()
+
+
+def _is_in_background(request: ReportRequest, agreement: Future[dict[str, Any]]) -> bool:
+    """Return whether the program continues before the checkpoint is in storage."""
+    if request.mode is CheckpointUploadMode.ASYNC:
+        return True
+    # A rank without a checkpoint need not wait if the others do not.
+    if request.checkpoint is not None or agreement.exception() is not None:
+        return False  # the error is raised by the report itself
+    return bool(agreement.result()["in background"])
 
 
 def _wait_for_validations(storage: Storage, deadline: float | None) -> None:
@@ -222,7 +220,8 @@ def _wait_for_validations(storage: Storage, deadline: float | None) -> None:
 
     while pending and (left := end - time.monotonic()) > 0:
         time.sleep(min(POLL_SECONDS, left))
-        pending = [name for name in pending if storage.is_pending(name)]
+        manifests = {name: storage.manifest_of(name) for name in pending}
+        pending = [name for name, found in manifests.items() if found and found.is_pending]
         if pending and time.monotonic() > warn_at:
             warn_at = end
             print(f"distributor: {waits()}.", flush=True)

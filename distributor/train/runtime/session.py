@@ -20,11 +20,11 @@ from distributor.core.resources import format_bytes
 from distributor.errors import DistributorError, OtherRankFailed
 from distributor.filesystems import UnknownScheme
 from distributor.rank.context import worker_context
+from distributor.rank.store_channel import StoreChannel
 from distributor.serialization import oob_pickle
 from distributor.train.runtime.reporter import Reporter
-from distributor.train.runtime.store_channel import StoreChannel
 from distributor.train.storage.checkpoint import Checkpoint, ReportedCheckpoint
-from distributor.train.storage.report_log import json_metrics
+from distributor.train.storage.checkpoint_manager import json_metrics
 
 if TYPE_CHECKING:
     from distributor.data.shard import DatasetShard
@@ -233,7 +233,7 @@ class InProcessRun:
     def all(self, validated: bool, timeout: float | None) -> list[ReportedCheckpoint]:
         return []
 
-    def register_loader(self, position: Callable[[], Any]) -> None:
+    def register_loader(self, position: Callable[[], Any], name: str | None = None) -> None:
         """Do nothing: no checkpoint has the position of a data loader."""
 
     def barrier(self) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
-from distributor.core.files import atomic_path, local_path, private_folder
+from distributor.core.files import atomic_path, local_path, private_folder, try_lock
 from distributor.filesystems import is_local, list_files, local_name, native, resolve
-from distributor.node.environment.cache import is_current_lock, open_lock, try_lock_exclusively
+from distributor.node.cache import is_current_lock, open_lock
 
 Download = Callable[[Path], object]
 """Copies the remote folder into a folder of this machine, which it makes."""
@@ -86,7 +86,7 @@ class _LocalCopy:
 
     def __exit__(self, *exc_info: object) -> None:
         try:
-            if try_lock_exclusively(self._lock) and is_current_lock(self._lock, self._lock_file):
+            if try_lock(self._lock) and is_current_lock(self._lock, self._lock_file):
                 self._remove()
         finally:
             os.close(self._lock)
@@ -118,7 +118,15 @@ class _LocalCopy:
 METADATA = ".metadata.json"  # as in Ray Train
 
 
-class CheckpointUploadMode(enum.Enum):
+class _Mode(enum.Enum):
+    """A mode, which may be given by its name, in upper or lower case."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
+
+class CheckpointUploadMode(_Mode):
     """Whether and when `distributor.train.report` uploads a checkpoint.
 
     Follows ``ray.train.CheckpointUploadMode``:
@@ -143,16 +151,12 @@ class CheckpointUploadMode(enum.Enum):
     SYNC = "SYNC"
     NO_UPLOAD = "NO_UPLOAD"
 
-    @classmethod
-    def _missing_(cls, value: object) -> CheckpointUploadMode | None:
-        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
-
     def default_delete_local_checkpoint_after_upload(self) -> bool:
         """Return whether ``report`` removes the local folder in this mode by default."""
         return self is CheckpointUploadMode.ASYNC
 
 
-class CheckpointConsistencyMode(enum.Enum):
+class CheckpointConsistencyMode(_Mode):
     """What `distributor.train.get_all_reported_checkpoints` waits for.
 
     Follows ``ray.train.CheckpointConsistencyMode``:
@@ -173,10 +177,6 @@ class CheckpointConsistencyMode(enum.Enum):
 
     COMMITTED = "COMMITTED"
     VALIDATED = "VALIDATED"
-
-    @classmethod
-    def _missing_(cls, value: object) -> CheckpointConsistencyMode | None:
-        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
 
 
 class ReportedCheckpointStatus(enum.Enum):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from distributor.core.rank_variables import CheckpointSettings
+from distributor.core.resources import format_bytes
 from distributor.core.text import counted
 from distributor.errors import DistributorError
 from distributor.filesystems import describe_error
 from distributor.train.storage.checkpoint_store import Storage
-from distributor.train.storage.manifest import (
+from distributor.train.storage.files import (
     CHECKPOINT_LOG,
     COMMITTED,
     PENDING,
@@ -20,20 +24,143 @@ from distributor.train.storage.manifest import (
     Manifest,
     StoredFile,
 )
-from distributor.train.storage.report_log import Report, ReportLog, read_log
+
+# A log of reports is a file of JSON lines, of which only the latest are written again. If there are
+# many, its first line names a file of the run with those before them, a segment, whose first line
+# may name another one. A segment is written once and under a new name, before any log that refers
+# to it. So a report is written a few times, however long the run, and a killed attempt leaves no
+# more than a segment to which nothing refers.
+
+SEGMENTS = ".reports"
+"""The folder of the segments in the run's folder."""
+SEGMENT_BYTES = 256 * 1024
+"""Bytes of a log from which on all reports but the last become a segment."""
+MAX_METRICS = 64 * 1000**2
+"""Bytes of the metrics of one report, which pass through the store of rank 0."""
+AFTER = "after"
+"""The key of the first line of a log that has a segment before it."""
 
 
-def remove_surplus(storage: Storage, settings: CheckpointSettings) -> list[str]:
-    """Remove the checkpoints that are not kept, and describe those that could not be removed."""
-    if settings.num_to_keep is None:
-        return []  # the manifests need not be read
-    return remove_all(storage, select_removable(storage.committed(), settings))
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One report of all ranks."""
+
+    number: int  # from 0; reports of the earlier attempts that it continues count too
+    metrics: Mapping[str, Any]  # those of rank 0
+    checkpoint: str | None  # the name of the checkpoint that was reported with it
+    world_size: int
+    attempt: int  # of the run
+    at: float = field(default_factory=time.time)
 
 
-def remove_all(storage: Storage, names: Iterable[str]) -> list[str]:
-    """Remove checkpoints, and describe those that could not be removed."""
+def json_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of metrics: tensors with one element become numbers, NumPy's arrays lists."""
+    text = json.dumps(dict(metrics), default=_plain)
+    copy: dict[str, Any] = json.loads(text)
+    if len(text) > MAX_METRICS:
+        sizes = {name: len(json.dumps(value)) for name, value in copy.items()}
+        name = max(sizes, key=sizes.__getitem__)
+        raise ValueError(
+            f"The metric {name!r} has {format_bytes(sizes[name])}, but the metrics of a report may "
+            f"have {format_bytes(MAX_METRICS)} in all. Save it in a file of the checkpoint."
+        )
+    return copy
+
+
+def _plain(value: Any) -> Any:
+    try:
+        return value.tolist() if type(value).__module__ == "numpy" else value.item()
+    except (AttributeError, RuntimeError, ValueError):
+        raise TypeError(
+            "Metrics must be JSON-serializable, tensors with one element or NumPy arrays, but one "
+            f"is {value!r}."
+        ) from None
+
+
+class ReportLog:
+    """The log of all reports of an attempt and of those that it continues."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._after: str | None = None
+        self._reports: list[Report] = []  # the latest ones, which are in no segment
+
+    def restore(self, text: bytes) -> int:
+        """Continue from a log that was written, and return the number of reports up to its end."""
+        self._after, self._reports = _parse(text)
+        return self._reports[-1].number + 1 if self._reports else 0
+
+    def add(self, report: Report) -> None:
+        self._reports.append(report)
+
+    def content(self) -> bytes:
+        """Return the log as it is to be written; write a segment first if it is long."""
+        text = _to_text(self._after, self._reports)
+        if len(text) > SEGMENT_BYTES and len(self._reports) > 1:
+            *earlier, latest = self._reports
+            name = f"{SEGMENTS}/{earlier[0].number:09d}-{secrets.token_hex(4)}.jsonl"
+            self._storage.write(name, _to_text(self._after, earlier))
+            self._after, self._reports = name, [latest]
+            text = _to_text(self._after, self._reports)
+        return text
+
+
+def read_log(storage: Storage, text: bytes) -> list[Report]:
+    """Return all reports of a log, of which this is the content, with those of its segments."""
+    after, reports = _parse(text)
+    logs = [reports]
+    while after is not None:
+        after, reports = _parse(storage.read(after) or b"")
+        logs.append(reports)
+    return [report for reports in reversed(logs) for report in reports]
+
+
+def read_reports(storage: Storage) -> list[Report]:
+    """Return all reports of a run, from the run's log or the latest checkpoint's, if newer."""
+    files = [RUN_LOG, *(f"{name}/{CHECKPOINT_LOG}" for name, _ in storage.committed()[-1:])]
+    texts = [storage.read(file) or b"" for file in files]
+    return read_log(storage, max(texts, key=_latest_time))
+
+
+def _latest_time(text: bytes) -> float:
+    _, reports = _parse(text)
+    return reports[-1].at if reports else 0.0
+
+
+def _to_text(after: str | None, reports: Iterable[Report]) -> bytes:
+    lines: list[dict[str, Any]] = [] if after is None else [{AFTER: after}]
+    lines += map(vars, reports)
+    return b"".join(json.dumps(fields).encode() + b"\n" for fields in lines)
+
+
+def _parse(text: bytes) -> tuple[str | None, list[Report]]:
+    """Return the segment before a log, if there is one, and its complete reports."""
+    after: str | None = None
+    reports: list[Report] = []
+    for line in text.splitlines():
+        try:
+            fields = json.loads(line)
+            if not reports and AFTER in fields:
+                after = fields[AFTER]
+            else:
+                reports.append(Report(**fields))
+        except (ValueError, TypeError):
+            break
+    return after, reports
+
+
+def remove_surplus(
+    storage: Storage, settings: CheckpointSettings, unfinished: Iterable[str] = ()
+) -> list[str]:
+    """Remove the checkpoints that are not kept, and unfinished ones.
+
+    Returns descriptions of those that could not be removed.
+    """
+    surplus = []
+    if settings.num_to_keep is not None:  # else the manifests need not be read
+        surplus = select_removable(storage.committed(), settings)
     failures = []
-    for name in names:
+    for name in (*surplus, *unfinished):
         try:
             storage.remove(name)
         except Exception as error:
@@ -57,7 +184,15 @@ def ranked(
     committed: Sequence[tuple[str, Manifest]], settings: CheckpointSettings
 ) -> list[tuple[str, Manifest]]:
     """Return checkpoints from the worst to the best; by age if they are not ranked by a metric."""
-    return sorted(committed, key=lambda pair: _rank_key(pair[1], settings))
+
+    def rank(pair: tuple[str, Manifest]) -> tuple[float, int]:
+        _, manifest = pair
+        score = score_of(manifest.metrics, settings.score_attribute or "")
+        if score is None:
+            return -math.inf, manifest.index
+        return (score if settings.score_order == "max" else -score), manifest.index
+
+    return sorted(committed, key=rank)
 
 
 def best_of(committed: Sequence[tuple[str, Manifest]]) -> list[tuple[str, Manifest]]:
@@ -86,13 +221,6 @@ def score_of(metrics: Mapping[str, Any], name: str) -> float | None:
         for key in name.split("/"):
             found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, (int, float)) and not math.isnan(found) else None
-
-
-def _rank_key(manifest: Manifest, settings: CheckpointSettings) -> tuple[float, int]:
-    score = score_of(manifest.metrics, settings.score_attribute or "")
-    if score is None:
-        return -math.inf, manifest.index
-    return (score if settings.score_order == "max" else -score), manifest.index
 
 
 LOG_INTERVAL = 10.0
@@ -138,20 +266,14 @@ class CheckpointManager:
         for rank, part in enumerate(parts):
             if "error" in part:
                 raise DistributorError(failed_upload(rank, self._storage.path, part["error"]))
-        files = [part["files"] for part in parts if part["files"] is not None]
-        if files:
+        saved = [part for part in parts if part["files"] is not None]
+        if saved:
             check_in_step([part["positions"] for part in parts])
         self._log.add(report)
         self._is_logged = False
-        if files:
-            stored = _merge_files(files)
-            if not stored:
-                self._warn_once("empty", f"{report.checkpoint} is empty: no rank saved a file.")
-            self._warn_of_versions(stored, parts)
-            if requested_validation(parts) is None:  # its metrics are to come
-                self._warn_without_score(report)
-            self._commit(report, index, stored, parts)
-        if files or time.monotonic() > self._logged_at + LOG_INTERVAL:
+        if saved:
+            self._commit(report, index, parts, saved)
+        if saved or time.monotonic() > self._logged_at + LOG_INTERVAL:
             self.write_log()
 
     def _warn_of_versions(
@@ -168,16 +290,6 @@ class CheckpointManager:
                         "file that each rank needs.",
                     )
 
-    def _warn_without_score(self, report: Report) -> None:
-        name = self._settings.score_attribute
-        if name is not None and score_of(report.metrics, name) is None:
-            self._warn_once(
-                "score",
-                f"checkpoint_score_attribute is {name!r}, but the metrics that were reported with "
-                f"{report.checkpoint} contain no such number, so it ranks last: "
-                f"{dict(report.metrics)}.",
-            )
-
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
@@ -186,7 +298,7 @@ class CheckpointManager:
     def finish(self) -> None:
         """Write the run's log, and remove what an attempt that was killed left to be removed."""
         self.write_log()
-        self._remove_others([])
+        self._remove_others()
 
     def write_log(self) -> None:
         """Update the run's log; if that fails, each checkpoint still has its own."""
@@ -202,14 +314,31 @@ class CheckpointManager:
         self,
         report: Report,
         index: int,
-        files: tuple[StoredFile, ...],
         parts: Sequence[dict[str, Any]],
+        saved: Sequence[dict[str, Any]],
     ) -> None:
-        """Commit a checkpoint, and only then remove others."""
+        """Commit a checkpoint, of which some ranks have saved files, and only then remove others.
+
+        Its validation is the one that the first of them requests, if any.
+        """
         name = report.checkpoint
         assert name is not None
+        files = _merge_files([part["files"] for part in saved])
+        if not files:
+            self._warn_once("empty", f"{name} is empty: no rank saved a file.")
+        self._warn_of_versions(files, parts)
+        validation, score = saved[0]["validation"], self._settings.score_attribute
+        if (
+            validation is None  # its metrics are to come
+            and score is not None
+            and score_of(report.metrics, score) is None
+        ):
+            self._warn_once(
+                "score",
+                f"checkpoint_score_attribute is {score!r}, but the metrics that were reported with "
+                f"{name} contain no such number, so it ranks last: {dict(report.metrics)}.",
+            )
         log = self._storage.write(f"{name}/{CHECKPOINT_LOG}", self._log.content())
-        validation = requested_validation(parts)
         manifest = Manifest(
             index=index,
             metrics=report.metrics,
@@ -225,18 +354,9 @@ class CheckpointManager:
         self._unfinished = []
         self._remove_others(unfinished)
 
-    def _remove_others(self, unfinished: Sequence[str]) -> None:
-        failures = [
-            *remove_surplus(self._storage, self._settings),
-            *remove_all(self._storage, unfinished),
-        ]
-        for failure in failures:  # what is committed stays so
-            print(f"distributor: {failure}", flush=True)
-
-
-def requested_validation(parts: Sequence[dict[str, Any]]) -> Any:
-    """Return the validation that the first rank with a checkpoint requests; None for none."""
-    return next((part["validation"] for part in parts if part["files"] is not None), None)
+    def _remove_others(self, unfinished: Iterable[str] = ()) -> None:
+        for failure in remove_surplus(self._storage, self._settings, unfinished):
+            print(f"distributor: {failure}", flush=True)  # what is committed stays so
 
 
 def failed_upload(rank: int, folder: str, why: str) -> str:
@@ -261,7 +381,7 @@ def check_in_step(positions: Sequence[Mapping[str, Any]]) -> None:
     A checkpoint has one position for all of them: with any other, a restart would skip rows.
     Different epochs are no error if each rank has read whole ones.
     """
-    shards = {name for each in positions for name, at in each.items() if "history" in at}
+    shards = {name for each in positions for name, at in each.items() if "name" in at}
     for name in sorted(shards):
         found = [each.get(name) for each in positions]
         other = next((rank for rank, at in enumerate(found) if at != found[0]), None)

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import pyarrow.fs as pafs
 
@@ -32,22 +32,19 @@ from distributor.filesystems import (
 )
 from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.storage.files import (
-    check_sizes,
-    files_of,
-    identities_of,
-    size_and_checksum,
-    upload_file,
-)
-from distributor.train.storage.manifest import (
     MANIFEST,
     RESERVED,
     VALIDATION,
     Manifest,
     StoredFile,
     StoredValidation,
+    check_sizes,
+    files_of,
+    identities_of,
+    size_and_checksum,
+    upload_file,
 )
 
-T = TypeVar("T")
 PREFIX = "checkpoint_"
 NUMBERED = re.compile(rf"{PREFIX}(\d{{6,}})")
 """The names of checkpoints that the user has not named."""
@@ -63,12 +60,6 @@ by another rank, and this rank only computes the checksum, so that the two can b
 """
 
 
-def assign_all(files: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
-    """Assign all files to this rank."""
-    for name in files:
-        yield name, True
-
-
 @dataclass(frozen=True, kw_only=True)
 class Survey:
     """The folders of a run."""
@@ -79,36 +70,34 @@ class Survey:
     next_index: int  # the number of the next checkpoint; a number is never used twice
 
 
-class _OneAtATime(Iterator[T]):
-    """An iterator whose items several threads take, until one of them stops it."""
+def _call_in_threads(
+    function: Callable[[str, bool], None], items: Iterator[tuple[str, bool]]
+) -> None:
+    """Call a function with each item, which is taken once a thread is free for it.
 
-    def __init__(self, items: Iterator[T]) -> None:
-        self._items = items
-        self._lock = threading.Lock()
-        self._is_stopped = False
+    After an error, which is raised, no more items are taken.
+    """
+    taking, failed = threading.Lock(), threading.Event()
 
-    def __next__(self) -> T:
-        with self._lock:
-            if self._is_stopped:
-                raise StopIteration
-            return next(self._items)
+    def work() -> None:
+        while not failed.is_set():
+            with taking:
+                item = next(items, None)
+            if item is None:
+                return
+            try:
+                function(*item)
+            except BaseException:
+                failed.set()
+                raise
 
-    def stop(self) -> None:
-        self._is_stopped = True
-
-
-def _run_in_threads(function: Callable[[], None], count: int) -> None:
-    """Call a function in several threads at once, and raise what it raises."""
-    if count <= 1:
-        function()
-        return
-    with ThreadPoolExecutor(count, "writers") as pool:
+    with ThreadPoolExecutor(HDFS_WRITERS, "writers") as pool:
         calls = []
         try:
-            for _ in range(count):
-                calls.append(pool.submit(function))
-        except RuntimeError:  # Python shuts down, and starts no more threads
-            function()
+            for _ in range(HDFS_WRITERS):
+                calls.append(pool.submit(work))
+        except RuntimeError:  # no more threads can be started
+            work()
         for call in calls:
             call.result()
 
@@ -198,7 +187,7 @@ class Storage:
         self,
         folder: str | os.PathLike[str],
         checkpoint: str,
-        assignment: Assignment = assign_all,
+        assignment: Assignment,
         *,
         keep: bool = True,
     ) -> tuple[list[StoredFile], list[StoredFile]]:
@@ -216,28 +205,24 @@ class Storage:
             make_folder(self.filesystem, target)
         uploaded: list[StoredFile] = []
         others: list[StoredFile] = []
-        assigned = _OneAtATime(assignment(identities_of(files)))
+        assigned = assignment(identities_of(files))
 
-        def process_files() -> None:
-            try:
-                for name, uploads in assigned:
-                    if uploads:
-                        target = f"{root}/{name}"
-                        sums = upload_file(files[name], self.filesystem, target, keep=keep)
-                        uploaded.append(StoredFile(name, *sums))
-                    else:
-                        sums = size_and_checksum(pafs.LocalFileSystem(), str(files[name]))
-                        others.append(StoredFile(name, *sums))
-            except BaseException:
-                assigned.stop()
-                raise
+        def process_file(name: str, uploads: bool) -> None:
+            if uploads:
+                sums = upload_file(files[name], self.filesystem, f"{root}/{name}", keep=keep)
+                uploaded.append(StoredFile(name, *sums))
+            else:
+                sums = size_and_checksum(pafs.LocalFileSystem(), str(files[name]))
+                others.append(StoredFile(name, *sums))
 
-        # Others buffer whole files in memory, or are not made for several threads.
-        is_hdfs = "hdfs" in self.filesystem.type_name
-        _run_in_threads(process_files, min(HDFS_WRITERS, len(files)) if is_hdfs else 1)
+        if "hdfs" in self.filesystem.type_name:
+            _call_in_threads(process_file, assigned)
+        else:  # others buffer whole files in memory, or are not made for several threads
+            for name, uploads in assigned:
+                process_file(name, uploads)
         return uploaded, others
 
-    def describe(self, checkpoint: str, assignment: Assignment = assign_all) -> list[StoredFile]:
+    def describe(self, checkpoint: str, assignment: Assignment) -> list[StoredFile]:
         """Read the files that ranks have saved in a checkpoint's folder, and describe them.
 
         Those that another rank uploads are skipped.
@@ -309,11 +294,6 @@ class Storage:
             return manifest
         result = self.read(f"{checkpoint}/{VALIDATION}")
         return manifest.validated(StoredValidation.from_json(result)) if result else manifest
-
-    def is_pending(self, checkpoint: str) -> bool:
-        """Return whether a checkpoint is yet to be validated; False if it does not exist."""
-        manifest = self.manifest_of(checkpoint)
-        return manifest is not None and manifest.is_pending
 
     def add_validation(self, checkpoint: str, result: StoredValidation) -> None:
         """Write the result of a validation, by which its metrics join those of the report."""

@@ -1,14 +1,19 @@
-"""The files of a checkpoint: uploaded in one pass, and checked later by their checksums."""
+"""The files of a checkpoint: uploaded in one pass, and checked later by their checksums.
+
+The manifest, which lists them, is written last, and makes the checkpoint count.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -18,7 +23,87 @@ from distributor.core.files import atomic_path
 from distributor.errors import DistributorError
 from distributor.filesystems import is_local, native
 from distributor.train.storage.checkpoint import METADATA, Checkpoint
-from distributor.train.storage.manifest import RESERVED, StoredFile
+
+MANIFEST = ".manifest.json"
+CHECKPOINT_LOG = ".reports.jsonl"
+"""The log of the run's reports up to this checkpoint, from which a new attempt continues; see
+`ReportLog`."""
+RUN_LOG = "reports.jsonl"
+"""The log in the run's folder, for people and for `Result`."""
+VALIDATION = ".validation.json"
+"""The result of a checkpoint's validation, which the driver writes."""
+RESERVED = (MANIFEST, CHECKPOINT_LOG, VALIDATION)
+"""The files of a checkpoint that are written for the run, and that no rank saves."""
+COMMITTED, PENDING = "COMMITTED", "PENDING_VALIDATION"
+"""What a manifest says as long as there is no result of a validation."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a checkpoint, or the next part of it."""
+
+    name: str  # its path, relative to the checkpoint's folder
+    size: int
+    checksum: int  # CRC-32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of a committed checkpoint."""
+
+    index: int  # orders the checkpoints of a run, from 0
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # those of rank 0
+    world_size: int
+    positions: Mapping[str, Any] = field(default_factory=dict)  # of data loaders, by their numbers
+    files: tuple[StoredFile, ...]
+    validation: Mapping[str, Any] | None = None  # arguments of ValidationTaskConfig, if requested
+    status: str = COMMITTED  # the name of a ReportedCheckpointStatus
+    retention: Mapping[str, Any] = field(default_factory=dict)  # `CheckpointSettings.retention`
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is yet to be validated."""
+        return self.status == PENDING
+
+    def validated(self, result: StoredValidation | None) -> Manifest:
+        """Return the manifest with the result of a validation, if it is one of this checkpoint."""
+        if result is None or result.index != self.index:
+            return self
+        return replace(self, status=result.status, metrics={**self.metrics, **result.metrics})
+
+    def to_json(self) -> bytes:
+        fields = json.dumps(asdict(self))
+        return json.dumps({"checksum": zlib.crc32(fields.encode()), "of": fields}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Manifest:
+        """Parse a manifest; raises ValueError, TypeError or KeyError if it is damaged."""
+        envelope = json.loads(text)
+        if zlib.crc32(envelope["of"].encode()) != envelope["checksum"]:
+            raise ValueError("The manifest's checksum does not match its content.")
+        fields = json.loads(envelope["of"])
+        return cls(**{**fields, "files": tuple(StoredFile(**file) for file in fields["files"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredValidation:
+    """The result of a checkpoint's validation."""
+
+    index: int  # of the checkpoint: of two with one name, one may have been removed
+    status: str
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> StoredValidation | None:
+        """Parse a result; return None if it is incomplete."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+
 
 CHUNK = 1024 * 1024
 """Bytes that are read and written at a time. With twice as many, Linux took four times as long."""
@@ -136,22 +221,6 @@ def break_hardlinks(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None
 # Checks
 
 
-class Piece(NamedTuple):
-    """Some bytes of a file."""
-
-    file: StoredFile
-    start: int
-    stop: int
-
-
-class Checksum(NamedTuple):
-    """The CRC-32 of the next bytes of a file."""
-
-    name: str
-    size: int
-    checksum: int
-
-
 class Damaged(Exception):
     """A file of a checkpoint is damaged; the message says which, and how."""
 
@@ -175,35 +244,39 @@ def check_sizes(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None:
 
 def read_share(
     checkpoint: Checkpoint, files: Sequence[StoredFile], rank: int, size: int
-) -> list[Checksum]:
+) -> list[StoredFile]:
     """Read a rank's share of a checkpoint: the same number of bytes for each of `size` ranks.
 
-    `files` is what the manifest says of them. Returns the checksums of files that this rank reads
-    in part, for `check_parts`. Raises `Damaged` if a file is missing, or is not what was written.
+    `files` is what the manifest says of them. Returns the parts of files that this rank does not
+    read completely, for `check_parts`. Raises `Damaged` if a file is missing, or is not what was
+    written.
     """
     pieces = list(_pieces(files, rank, size))
     with ThreadPoolExecutor(READERS, "readers") as readers:
-        checksums = list(readers.map(lambda piece: _read(checkpoint, piece), pieces))
-    joined = _join(checksums)
+        read = list(readers.map(lambda piece: _read(checkpoint, *piece), pieces))
+    parts = _join(read).values()
     sizes = {file.name: file.size for file in files}
-    whole = [each for each in joined.values() if each.size == sizes[each.name]]
-    check_parts(checkpoint, files, whole)
-    return [each for each in joined.values() if each.size < sizes[each.name]]
+    check_parts(checkpoint, files, [part for part in parts if part.size == sizes[part.name]])
+    return [part for part in parts if part.size < sizes[part.name]]
 
 
 def check_parts(
-    checkpoint: Checkpoint, files: Iterable[StoredFile], parts: Iterable[Checksum]
+    checkpoint: Checkpoint, files: Iterable[StoredFile], parts: Iterable[StoredFile]
 ) -> None:
     """Check the files of which these are all parts, in the order of their bytes; see `Damaged`."""
     joined = _join(parts)
     for file in files:
-        found = joined.get(file.name)
-        if found is not None and found[1:] != (file.size, file.checksum):
+        if joined.get(file.name, file) != file:
             raise Damaged(f"{checkpoint.path}/{file.name} has been modified")
 
 
-def _pieces(files: Iterable[StoredFile], rank: int, size: int) -> Iterator[Piece]:
-    """Divide the bytes of all files, one after another, among the ranks and into pieces."""
+def _pieces(
+    files: Iterable[StoredFile], rank: int, size: int
+) -> Iterator[tuple[StoredFile, int, int]]:
+    """Divide the bytes of all files, one after another, among the ranks and into pieces.
+
+    A piece is a file, and the positions in it at which the piece starts and stops.
+    """
     files = [file for file in files if file.name != METADATA]  # which users may update
     total = sum(file.size for file in files)
     start, stop = (total * each // size // CHUNK * CHUNK for each in (rank, rank + 1))
@@ -214,35 +287,34 @@ def _pieces(files: Iterable[StoredFile], rank: int, size: int) -> Iterator[Piece
         first, last = max(start - offset, 0), min(stop - offset, file.size)
         if first < last:
             for begin in range(first, last, PIECE):
-                yield Piece(file, begin, min(begin + PIECE, last))
+                yield file, begin, min(begin + PIECE, last)
         elif not file.size and start <= offset < stop:
-            yield Piece(file, 0, 0)
+            yield file, 0, 0
         offset += file.size
 
 
-def _read(checkpoint: Checkpoint, piece: Piece) -> Checksum:
-    file, filesystem = piece.file, checkpoint.filesystem
+def _read(checkpoint: Checkpoint, file: StoredFile, start: int, stop: int) -> StoredFile:
+    filesystem = checkpoint.filesystem
     path = f"{checkpoint.path}/{file.name}"
     info = filesystem.get_file_info(native(filesystem, path))
     if info.type != pafs.FileType.File:
         raise Damaged(f"{path} is missing")
     if info.size != file.size:
         raise Damaged(f"{path} has {info.size:,} bytes instead of {file.size:,}")
-    size = piece.stop - piece.start
     with filesystem.open_input_file(native(filesystem, path)) as opened:
-        stream = opened.get_stream(piece.start, size)
+        stream = opened.get_stream(start, stop - start)
         if not is_local(filesystem):
             stream = pa.BufferedInputStream(stream, READ_AHEAD)
-        return Checksum(file.name, size, _transfer(stream)[1])
+        return StoredFile(file.name, *_transfer(stream))
 
 
-def _join(parts: Iterable[Checksum]) -> dict[str, Checksum]:
-    """Return one checksum for the parts of each file, which are in the order of their bytes."""
-    joined: dict[str, Checksum] = {}
+def _join(parts: Iterable[StoredFile]) -> dict[str, StoredFile]:
+    """Join the parts of each file, which are in the order of their bytes."""
+    joined: dict[str, StoredFile] = {}
     for part in parts:
-        before = joined.get(part.name, Checksum(part.name, 0, 0))
+        before = joined.get(part.name, StoredFile(part.name, 0, 0))
         checksum = _combine(before.checksum, part.checksum, part.size)
-        joined[part.name] = Checksum(part.name, before.size + part.size, checksum)
+        joined[part.name] = StoredFile(part.name, before.size + part.size, checksum)
     return joined
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributor import runtime
 from distributor.rank.context import device
-from distributor.settings.types import in_, must_be
+from distributor.settings import in_, must_be
 from distributor.train.config import TorchConfig
-from distributor.train.torch.checkpoint import TorchCheckpoint
+from distributor.train.storage.checkpoint import Checkpoint
 from distributor.train.trainer import TorchTrainer
 from distributor.train.worker_loop import ensure_group
 
@@ -35,7 +37,6 @@ _MIXED_PRECISION = (
     "accelerate, prepare_optimizer and backward are deprecated in Ray Train too. Use torch.amp "
     "directly, or a library such as Lightning, Transformers or Accelerate."
 )
-_check_strategy = must_be("'ddp', 'fsdp' or None", in_("ddp", "fsdp", None))
 
 
 def get_device() -> torch.device:
@@ -111,20 +112,16 @@ def prepare_model(
     --------
     >>> model = prepare_model(torch.nn.Linear(8, 1), parallel_strategy_kwargs={"bucket_cap_mb": 50})
     """
-    _check_strategy("parallel_strategy", parallel_strategy)
+    is_known = in_("ddp", "fsdp", None)
+    must_be("'ddp', 'fsdp' or None", is_known)("parallel_strategy", parallel_strategy)
     target = device() if isinstance(move_to_device, bool) else move_to_device
     if move_to_device:
         model = model.to(target)
     if parallel_strategy is None or runtime.get_world_size() == 1:
         return model
     ensure_group()
-    return _wrap(model, parallel_strategy, target, dict(parallel_strategy_kwargs or {}))
-
-
-def _wrap(
-    model: torch.nn.Module, strategy: str, target: torch.device, options: dict[str, Any]
-) -> torch.nn.Module:
-    if strategy == "ddp":
+    options = dict(parallel_strategy_kwargs or {})
+    if parallel_strategy == "ddp":
         from torch.nn.parallel import DistributedDataParallel
 
         devices = {"device_ids": [target]} if target.type == "cuda" else {}
@@ -222,6 +219,120 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as deterministic cuBLAS needs it
+
+
+class TorchCheckpoint(Checkpoint):
+    """A checkpoint with a model, or its state dict, in one file.
+
+    Deprecated, as in Ray Train: save the file, and use `Checkpoint`.
+
+    Follows ``ray.train.torch.TorchCheckpoint``:
+    https://docs.ray.io/en/latest/train/api/doc/ray.train.torch.TorchCheckpoint.html
+
+    Parameters
+    ----------
+    path : str or path
+        The folder, or its address.
+    filesystem : pyarrow.fs.FileSystem or fsspec file system, optional
+        The file system of `path`; by default the one that the path names.
+
+    Examples
+    --------
+    >>> checkpoint = TorchCheckpoint.from_state_dict(model.state_dict())
+    >>> model = checkpoint.get_model(torch.nn.Linear(8, 1))
+    """
+
+    MODEL_FILENAME = "model.pt"
+
+    def __init__(self, path: str | os.PathLike[str], filesystem: Any = None) -> None:
+        warnings.warn(
+            "TorchCheckpoint is deprecated in Ray Train too: save the state dict in a folder, and "
+            "use Checkpoint.from_directory.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        super().__init__(path, filesystem)
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> TorchCheckpoint:
+        """Save a state dict in a new temporary folder.
+
+        Parameters
+        ----------
+        state_dict : mapping of str to object
+            The state dict. A prefix ``module.``, which DistributedDataParallel adds, is removed.
+
+        Returns
+        -------
+        TorchCheckpoint
+            The checkpoint.
+        """
+        return cls._save({k.removeprefix("module."): v for k, v in state_dict.items()})
+
+    @classmethod
+    def from_model(cls, model: torch.nn.Module) -> TorchCheckpoint:
+        """Pickle a model into a new temporary folder.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            The model.
+
+        Returns
+        -------
+        TorchCheckpoint
+            The checkpoint.
+        """
+        return cls._save(model)
+
+    @classmethod
+    def _save(cls, content: object) -> TorchCheckpoint:
+        import torch
+
+        folder = tempfile.mkdtemp(prefix="checkpoint-")
+        torch.save(content, os.path.join(folder, cls.MODEL_FILENAME))
+        return cls(folder)
+
+    def get_model(self, model: torch.nn.Module | None = None) -> torch.nn.Module:
+        """Load the model. It is unpickled, so the checkpoint must be trusted.
+
+        Parameters
+        ----------
+        model : torch.nn.Module, optional
+            The model that a state dict is loaded into; needed only for a state dict.
+
+        Returns
+        -------
+        torch.nn.Module
+            The model, on the CPU.
+
+        Raises
+        ------
+        RuntimeError
+            If the checkpoint has no file of this class.
+        ValueError
+            If it has a state dict, and `model` is None.
+        FileNotFoundError
+            If the checkpoint does not exist.
+        """
+        import torch
+
+        with self.as_directory() as folder:
+            file = os.path.join(folder, self.MODEL_FILENAME)
+            if not os.path.exists(file):
+                raise RuntimeError(
+                    f"{self} has no {self.MODEL_FILENAME}: it was made neither by from_state_dict "
+                    "nor by from_model."
+                )
+            saved = torch.load(file, map_location="cpu", weights_only=False)
+        if isinstance(saved, torch.nn.Module):
+            if model is not None:
+                warnings.warn("The checkpoint has the whole model: model is ignored.", stacklevel=2)
+            return saved
+        if model is None:
+            raise ValueError("The checkpoint has a state dict: pass the model to load it into.")
+        model.load_state_dict(saved)
+        return model
 
 
 def accelerate(amp: bool = False) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,49 +15,45 @@ from typing import Any, BinaryIO
 
 from distributor._compat.pyspark import executor_of, sent_hadoop_configuration
 from distributor.core.addresses import host_name, use_host_name
-from distributor.core.files import write_atomically
 from distributor.core.gpus import missing_gpus
 from distributor.core.resources import format_bytes, local_folder
 from distributor.core.versions import check_interpreter, software
 from distributor.errors import ExecutorNotReady
-from distributor.launchers.spark.task.task_spec import ProgramFile, TaskSpec
+from distributor.launchers.spark.task.task_data import TaskSpec
+from distributor.node import environment
 from distributor.node.agent.network import routable_address, source_address
 from distributor.node.agent.node_warnings import memory_warnings, node_warnings
 from distributor.node.agent.worker_env import node_order, visible_devices
-from distributor.node.environment import resolve
-from distributor.node.environment.cache import tree_size, with_default_cache
-from distributor.node.environment.resolve import PreparedEnvironment
+from distributor.node.cache import tree_size, with_default_cache
+from distributor.node.environment import PreparedEnvironment
 from distributor.node.node import Node, Provisions, zygote_spec
 from distributor.node.process import zygote
-from distributor.node.process.spawner import Interpreter
 from distributor.node.process.specs import NodeShare
-from distributor.node.process.supervisor import is_supported
+from distributor.node.process.supervisor import Interpreter, is_supported
 from distributor.node.worker.libraries import SPARK_FILES
 from distributor.serialization.program import Module, Program, Script, in_file
-from distributor.spark.executor_modules import spark_files_folder, unpack_modules
+from distributor.spark.shipped_files import (
+    ProgramFile,
+    made_once,
+    spark_files_folder,
+    unpack_modules,
+)
 from distributor.wire.messages import NodeWarning
 
 
 def prepare_environment(spec: TaskSpec) -> AbstractContextManager[PreparedEnvironment]:
     """Make the interpreter ready with which this node's ranks run."""
-    if spec.environment is None:
+    if spec.shipped.environment is None:
         return nullcontext(PreparedEnvironment(Interpreter.current(), software()))
     variables = with_default_cache({**os.environ, **spec.share.env}, spec.cache_dir)
     deadline = time.monotonic() + spec.share.settings.start_timeout
     spark_files = spark_files_folder()
     entries = [Path(entry).absolute() for entry in sys.path]
     beside = [str(entry) for entry in entries if entry.is_relative_to(spark_files)]
-    if isinstance(spec.environment, str):
-        return resolve.use_packed(spark_files / spec.environment, variables, deadline, beside)
-    return resolve.use_requirements(spec.environment, variables, deadline, beside)
-
-
-def check_gpu_type(spec: TaskSpec) -> None:
-    """Check that this node has the GPUs that the run requires."""
-    if not (spec.use_gpu and spec.gpu_type):
-        return
-    if missing := missing_gpus(spec.gpu_type, spec.share.ranks_per_node):
-        raise ExecutorNotReady(f"On {host_name()} {missing}.")
+    shipped = spec.shipped.environment
+    if isinstance(shipped, str):
+        return environment.use_packed(spark_files / shipped, variables, deadline, beside)
+    return environment.use_requirements(shipped, variables, deadline, beside)
 
 
 def assigned_gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ...]:
@@ -69,18 +65,6 @@ def assigned_gpus(spec: TaskSpec, node_rank: int, context: Any) -> tuple[str, ..
         return spec.driver_gpus[first : first + spec.share.ranks_per_node]
     addresses = context.resources()["gpu"].addresses
     return visible_devices(addresses, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def warnings_about_memory(spec: TaskSpec, num_tasks: int) -> Iterator[NodeWarning]:
-    """Compare the memory that all ranks of this executor need with the memory that is left."""
-    if not spec.check_memory:
-        return iter(())
-    return memory_warnings(
-        num_tasks * spec.share.ranks_per_node,
-        num_tasks,
-        warm=spec.share.settings.warm and is_supported(),
-        is_warm=lambda: zygote.is_warm(os.getppid()),
-    )
 
 
 def program_file(program: Program | ProgramFile) -> BinaryIO:
@@ -104,18 +88,10 @@ def program_on_this_node(program: Program) -> Program:
             return program
     except OSError:
         pass  # not on this node: the nodes need not share the driver's disk
-    return replace(program, path=str(_write_script(program)))
-
-
-def _write_script(script: Script) -> Path:
-    from pyspark import SparkFiles
-
-    digest = hashlib.sha256(script.source).hexdigest()[:12]
-    path = Path(SparkFiles.getRootDirectory(), f"distributor-{digest}", script.name)
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        write_atomically(path, script.source)
-    return path
+    digest = hashlib.sha256(program.source).hexdigest()[:12]
+    source = program.source
+    path = made_once(f"distributor-{digest}/{program.name}", lambda path: path.write_bytes(source))
+    return replace(program, path=str(path))
 
 
 MAX_SHOWN = 9
@@ -182,44 +158,37 @@ def own_executor(driver: str) -> str:
 
 
 def begin(spec: TaskSpec, placement: Placement) -> NodeShare:
-    """Return the node's share, and have the zygote start."""
+    """Return the node's share, and have an executor's first zygote start.
+
+    It imports torch while the nodes find each other.
+    """
     use_host_name(placement.host)
-    share = _share(spec, placement)
-    if spec.environment is None:
-        _start_zygote(share, zygote_owner())
+    hadoop = sent_hadoop_configuration()
+    share = replace(
+        spec.share,
+        node_rank=placement.node_rank,
+        host=placement.host,
+        env={
+            SPARK_FILES: str(spark_files_folder()),
+            **({"HADOOP_CONF_DIR": hadoop} if hadoop else {}),
+            **spec.share.env,
+        },
+    )
+    if spec.shipped.environment is None and is_supported():
+        wanted = zygote_spec(share, Interpreter.current(), zygote_owner())
+        with contextlib.suppress(OSError):  # reported when the ranks are started
+            if wanted:
+                zygote.start_if_missing(wanted)
     return share
 
 
 def check_node(spec: TaskSpec) -> None:
     """Check what the ranks need first."""
-    if spec.environment is None:
+    if spec.shipped.environment is None:
         check_interpreter()
-    check_gpu_type(spec)
-
-
-def _share(spec: TaskSpec, placement: Placement) -> NodeShare:
-    from pyspark import SparkFiles
-
-    files = os.path.abspath(SparkFiles.getRootDirectory())
-    hadoop = sent_hadoop_configuration()
-    return replace(
-        spec.share,
-        node_rank=placement.node_rank,
-        host=placement.host,
-        env={
-            SPARK_FILES: files,
-            **({"HADOOP_CONF_DIR": hadoop} if hadoop else {}),
-            **spec.share.env,
-        },
-    )
-
-
-def _start_zygote(share: NodeShare, owner: int) -> None:
-    """Have an executor's first zygote import torch while the nodes find each other."""
-    wanted = zygote_spec(share, Interpreter.current(), owner)
-    if wanted and is_supported():
-        with contextlib.suppress(OSError):  # reported when the ranks are started
-            zygote.start_if_missing(wanted)
+    wanted = spec.gpu_type if spec.use_gpu else None
+    if wanted and (missing := missing_gpus(wanted, spec.share.ranks_per_node)):
+        raise ExecutorNotReady(f"On {host_name()} {missing}.")
 
 
 @contextlib.contextmanager
@@ -252,31 +221,38 @@ def provisions(
         node.share,
         address=routable_address(placement.host, placement.hosts),
         gpus=assigned_gpus(spec, placement.node_rank, context),
-        modules=unpack_modules(spec.modules) if spec.modules else "",
+        modules=unpack_modules(spec.shipped.modules) if spec.shipped.modules else "",
     )
+    num_tasks = placement.tasks_of_executor
+    about_memory: Iterable[NodeWarning] = ()
+    if spec.check_memory:
+        about_memory = memory_warnings(
+            num_tasks * spec.share.ranks_per_node,
+            num_tasks,
+            warm=spec.share.settings.warm and is_supported(),
+            is_warm=lambda: zygote.is_warm(zygote_owner()),
+        )
     with (
         prepare_environment(spec) as prepared,
         _dataset_file(spec, batches) as data,
-        program_file(spec.program) as program,
+        program_file(spec.shipped.program) as program,
         _left_files_named(node),
     ):
-        about_memory = warnings_about_memory(spec, placement.tasks_of_executor)
         warnings = (*node_warnings(replaced), *about_memory)
         yield Provisions(prepared.interpreter, prepared.software, program, data, warnings)
 
 
-@contextlib.contextmanager
-def _dataset_file(spec: TaskSpec, batches: Iterator[Any]) -> Iterator[BinaryIO | None]:
+def _dataset_file(
+    spec: TaskSpec, batches: Iterator[Any]
+) -> AbstractContextManager[BinaryIO | None]:
     """Write the rows into a file on one of Spark's local disks, for the node's ranks to map."""
-    if not spec.datasets:
-        for _ in batches:
-            pass
-        yield None
-        return
-    from distributor.data.chunk_file import write_chunks
+    if spec.datasets:
+        from distributor.data.chunk_file import write_chunks
 
-    with write_chunks(batches, spec.datasets, spec.share.ranks_per_node, local_folder()) as file:
-        yield file
+        return write_chunks(batches, spec.datasets, spec.share.ranks_per_node, local_folder())
+    for _ in batches:
+        pass
+    return nullcontext()
 
 
 @contextlib.contextmanager

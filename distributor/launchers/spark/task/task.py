@@ -6,22 +6,24 @@ its Python worker, and the next run would import everything anew.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import pickle
 import queue
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distributor.core.addresses import host_name, joined, use_host_name
+from distributor.core.processes import temporary_run_title
 from distributor.core.text import printable
+from distributor.core.threads import in_background
+from distributor.core.versions import Software, check_alike
 from distributor.errors import DistributorError, ExecutorNotReady, RunTimeout, StartTimeout
-from distributor.launchers.spark.task.detour import SparkDetour
-from distributor.launchers.spark.task.result_rows import (
-    rows_of,
-    save_large_values,
-    save_refused_values,
-    save_undelivered_values,
-)
 from distributor.launchers.spark.task.spark_node import (
     Placement,
     begin,
@@ -30,11 +32,29 @@ from distributor.launchers.spark.task.spark_node import (
     provisions,
     zygote_owner,
 )
-from distributor.launchers.spark.task.task_spec import MemberSpec, TaskSpec
+from distributor.launchers.spark.task.task_data import (
+    MemberSpec,
+    TaskSpec,
+    UnsentReports,
+    rows_of,
+    save_large_values,
+    save_refused_values,
+    save_undelivered_values,
+)
+from distributor.node.agent.output import LogFiles
 from distributor.node.node import Node, NodeStopped, RanksFailed, as_node_error
-from distributor.node.process.process_title import temporary_run_title
 from distributor.serialization.outcome import Value
-from distributor.wire.messages import Assignment, AssignmentEnded, Dismissal, MemberUp
+from distributor.wire.messages import (
+    Assignment,
+    AssignmentEnded,
+    Dismissal,
+    MemberUp,
+    NodeWarning,
+    Output,
+    Rendezvous,
+    Source,
+    Stream,
+)
 from distributor.wire.node_link import NodeLink, NoLink
 from distributor.wire.spark_error_payload import TaskFailed
 from distributor.wire.tcp_link import TcpLink
@@ -73,7 +93,7 @@ def _run_in_stage(
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
-    with SparkDetour(spec, context) as detour:
+    with contextlib.closing(SparkDetour(spec, context)) as detour:
         try:
             values = _run_node(
                 spec, context, Placement.in_stage(context), batches, replaced, detour
@@ -132,65 +152,45 @@ def _hold_slot(spec: MemberSpec, batches: Iterator[Any], replaced: str) -> None:
     """
     from pyspark import TaskContext
 
-    context = TaskContext.get()
-    with _Assignments(spec, context) as assignments:
-        for assignment in assignments:
-            error = _serve(assignment, assignments.number, context, batches, replaced)
-            assignments.report(AssignmentEnded(assignment.serial, error))
+    context: Any = TaskContext.get()
+    number = context.taskAttemptId() % MAX_NUMBERS
+    executor = own_executor(spec.hub[0])
+    use_host_name(executor.rpartition(":")[0])
+    received: queue.SimpleQueue[object] = queue.SimpleQueue()  # None once the link is lost
+
+    def lose(reason: str = "") -> None:
+        received.put(None)
+
+    try:
+        link = TcpLink(spec.hub, spec.secret, number, received.put, lose, lose)
+    except OSError as error:
+        raise ExecutorNotReady(
+            f"The executor on {host_name()} cannot reach the driver at {joined(*spec.hub)} "
+            f"({error}), to which the tasks of a run without a barrier stage connect: open "
+            "this port to the executors, or set hub_address to an address that they reach."
+        ) from error
+    with contextlib.closing(link):
+        link.send(MemberUp(spec.job, context.partitionId(), executor))
+        for message in iter(received.get, None):
+            if isinstance(message, Dismissal):
+                break
+            if isinstance(message, Assignment) and number in message.places:
+                placement = Placement(message.executors, message.places[number])
+                ending = _serve(message.spec, placement, context, batches, replaced)
+                link.send(AssignmentEnded(message.serial, ending))
     for _ in batches:  # Spark keeps a Python worker only if it has read its input
         pass
 
 
-class _Assignments:
-    """The link to the driver: iterates over assignments until it is lost, or a dismissal comes."""
-
-    def __init__(self, spec: MemberSpec, context: Any) -> None:
-        self.number = context.taskAttemptId() % MAX_NUMBERS
-        self._received: queue.SimpleQueue[Assignment | Dismissal | None] = queue.SimpleQueue()
-        executor = own_executor(spec.hub[0])
-        use_host_name(executor.rpartition(":")[0])
-        try:
-            self._link = TcpLink(
-                spec.hub,
-                spec.secret,
-                self.number,
-                self._receive,
-                lambda: self._received.put(None),
-                lambda reason: self._received.put(None),
-            )
-        except OSError as error:
-            raise ExecutorNotReady(
-                f"The executor on {host_name()} cannot reach the driver at {joined(*spec.hub)} "
-                f"({error}), to which the tasks of a run without a barrier stage connect: open "
-                "this port to the executors, or set hub_address to an address that they reach."
-            ) from error
-        self._link.send(MemberUp(spec.job, context.partitionId(), executor))
-
-    def __enter__(self) -> _Assignments:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._link.close()
-
-    def __iter__(self) -> Iterator[Assignment]:
-        while isinstance(message := self._received.get(), Assignment):
-            if self.number in message.places:
-                yield message
-
-    def report(self, ended: AssignmentEnded) -> None:
-        self._link.send(ended)
-
-    def _receive(self, message: object) -> None:
-        if isinstance(message, Assignment | Dismissal):
-            self._received.put(message)
-
-
 def _serve(
-    assignment: Assignment, number: int, context: Any, batches: Iterator[Any], replaced: str
+    pickled_spec: bytes,
+    placement: Placement,
+    context: Any,
+    batches: Iterator[Any],
+    replaced: str,
 ) -> DistributorError | None:
     """Be a node of an attempt; return what ended it, unless the node has sent that."""
-    placement = Placement(assignment.executors, assignment.places[number])
-    spec: TaskSpec = pickle.loads(assignment.spec)
+    spec: TaskSpec = pickle.loads(pickled_spec)
     try:
         _run_node(spec, context, placement, batches, replaced)
     except NodeStopped:
@@ -198,3 +198,116 @@ def _serve(
     except Exception as error:
         return as_node_error(error, placement.host)
     return None
+
+
+# What Spark does for a node without a link
+
+CANCELLATION_SECONDS = 5.0
+"""Seconds within which Spark ends the Python worker of a task that it has cancelled.
+
+A worker that is ended while it waits in ``allGather`` takes its whole executor along (exit code 50,
+seen in PySpark 4.3), with everything else that runs there. If the driver has ended the run, its hub
+cannot be reached, so a node that finds no hub first waits to see whether Spark ends its task.
+"""
+
+
+class SparkDetour:
+    """Connects a node without a link to the other nodes and the driver through Spark.
+
+    Output goes to the node's own ``log_dir``, or to the executor's log if there is none, and is not
+    shown. Values, failures and reports reach the driver with the end of the task. The driver cannot
+    ask for stacks, nor stop the ranks other than by ending the task, and preemption notices do not
+    reach other nodes.
+
+    Parameters
+    ----------
+    spec : TaskSpec
+        What the driver passed to the task.
+    context : BarrierTaskContext
+        Spark's context of the task.
+    """
+
+    def __init__(self, spec: TaskSpec, context: Any) -> None:
+        self.unsent_reports = UnsentReports()
+        self._context = context
+        share = spec.share
+        self._log: LogFiles | ExecutorLog = (
+            LogFiles(spec.log_dir, share.run_id, share.attempt) if spec.log_dir else ExecutorLog()
+        )
+        self._last_barrier: threading.Thread | None = None
+
+    def close(self) -> None:
+        self._log.close()
+
+    def exchange(
+        self,
+        own: Rendezvous | None,
+        software: Software,
+        warnings: Sequence[NodeWarning],
+        deadline: float,
+    ) -> Rendezvous:
+        """Exchange addresses and versions by ``allGather``, which takes Spark about a second."""
+        for warning in warnings:
+            print(f"distributor: {warning.text} {warning.detail}", file=sys.stderr)
+        time.sleep(CANCELLATION_SECONDS)
+        report = {"store": asdict(own) if own else None, "software": dict(software)}
+        gathered = self._all_gather(json.dumps(report), deadline - time.monotonic())
+        reports = [json.loads(text) for text in gathered]
+        by_host = zip(Placement.in_stage(self._context).hosts, reports, strict=True)
+        check_alike({host: each["software"] for host, each in by_host})
+        return next(Rendezvous(**each["store"]) for each in reports if each["store"])
+
+    def _all_gather(self, text: str, seconds: float) -> list[str]:
+        """Exchange texts with all nodes, whose Python may hang: Spark itself waits for ever."""
+        gathered = in_background(lambda: self._context.allGather(text), "all-gather")
+        try:
+            gathered_texts: list[str] = gathered.result(max(seconds, 0.0))
+            return gathered_texts
+        except FutureTimeout:
+            raise StartTimeout("The other nodes did not come up within start_timeout.") from None
+
+    def begin_last_barrier(self, then: Callable[[], object]) -> None:
+        def wait() -> None:
+            self._context.barrier()
+            then()
+
+        self._last_barrier = threading.Thread(target=wait, daemon=True)
+        self._last_barrier.start()
+
+    def await_last_barrier(self) -> None:
+        """Wait until all nodes have come to the last barrier, if this one has."""
+        if self._last_barrier:
+            self._last_barrier.join()
+
+    def write(self, rank: int, source: Source, data: bytes) -> None:
+        if source == "stdout" or source == "stderr":
+            self._log.write(rank, source, data)
+        else:
+            self.unsent_reports.add(Output(rank, source, data))
+
+
+class ExecutorLog:
+    """Writes complete lines to this process's stderr, which Spark stores with the executor's log.
+
+    Cluster managers show it: ``yarn logs``, ``kubectl logs``, and the page of a standalone worker.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[tuple[int, Stream], bytes] = {}
+
+    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+        """Write the lines that this completes, each with its rank."""
+        *lines, rest = (self._begun.pop((rank, stream), b"") + data).split(b"\n")
+        self._print(rank, lines)
+        if rest:
+            self._begun[rank, stream] = rest
+
+    def close(self) -> None:
+        """Write the lines that have not ended."""
+        for (rank, _), rest in self._begun.items():
+            self._print(rank, [rest])
+        self._begun = {}
+
+    def _print(self, rank: int, lines: list[bytes]) -> None:
+        sys.stderr.buffer.write(b"".join(b"[%d] %s\n" % (rank, line) for line in lines))
+        sys.stderr.flush()

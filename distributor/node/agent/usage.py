@@ -1,15 +1,19 @@
-"""Utilization of a node's CPUs, memory, network and GPUs, under MLflow's names."""
+"""What a node's ranks use: utilization under MLflow's names, and whether they do anything."""
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from distributor.core.gpus import gpu_usage
+from distributor.core.processes import cpu_seconds_of_descendants, parent_pid
 from distributor.core.resources import PROC, memory_info
+from distributor.node.agent.worker_handle import WorkerHandle
 from distributor.rank.messages import Progress
 
 # Linux has them in ``/proc``, which is read with psutil's definitions of each figure: a Spark
@@ -92,15 +96,13 @@ class SystemMetrics:
         self._next = time.monotonic() + SAMPLE_INTERVAL
         self._before = read_host_usage()
 
-    def is_due(self) -> bool:
-        """Return whether it is time for the next sample."""
-        return time.monotonic() >= self._next
-
-    def sample(self) -> Progress:
+    def sample_if_due(self) -> Progress | None:
         """Return the figures, named like ``system/node0-host/cpu_utilization_percentage``.
 
-        `Progress.done` is the number of samples so far.
+        `Progress.done` is the number of samples so far. None if it is not yet time for one.
         """
+        if time.monotonic() < self._next:
+            return None
         self._next = time.monotonic() + SAMPLE_INTERVAL
         self._num_samples += 1
         named = {f"system/{self._node}/{name}": figure for name, figure in self._figures()}
@@ -122,3 +124,90 @@ class SystemMetrics:
             yield f"gpu_{index}_utilization_percentage", busy
             yield f"gpu_{index}_memory_usage_megabytes", used / MEGABYTE
             yield f"gpu_{index}_memory_usage_percentage", 100 * used / whole
+
+
+IDLE_CPU = 0.02
+"""Part of one core that idle ranks may use together: some of their threads poll."""
+
+
+class _Activity(NamedTuple):
+    time: float
+    ranks: tuple[int, ...]
+    output_bytes: int
+    cpu_seconds: float
+
+
+class ActivityMonitor:
+    """Measures at an interval for how long a node's ranks have been idle.
+
+    A rank is idle if it has written no output and no report, and its processes have used hardly any
+    CPU time. With GPUs, all GPUs of the machine must be idle, too. A kernel of NCCL that waits for
+    another rank keeps its GPU busy; NCCL has a timeout of its own for that.
+
+    Parameters
+    ----------
+    workers : sequence of WorkerHandle
+        The node's workers; those that are started later are appended to the same sequence.
+    interval : float or None
+        Seconds between two measurements; None for no measurements.
+    uses_gpus : bool
+        Whether the ranks use GPUs.
+    """
+
+    def __init__(
+        self, workers: Sequence[WorkerHandle], interval: float | None, uses_gpus: bool
+    ) -> None:
+        self._workers = workers
+        # Only Linux reports the CPU time of other processes without another package.
+        self._interval = math.inf if interval is None or sys.platform != "linux" else interval
+        self._uses_gpus = uses_gpus
+        self._next = math.inf
+        self._last = _Activity(0.0, (), 0, 0.0)
+        self._idle_since: float | None = None
+
+    def start(self) -> None:
+        """Measure from now on, because all ranks have begun their work."""
+        self._next = time.monotonic() + self._interval
+
+    def idle_seconds_if_due(self) -> float | None:
+        """Return for how long the ranks have been idle, or 0.0 once they are active again.
+
+        None if it is not yet time for a measurement, or if they were active before, too.
+        """
+        if time.monotonic() < self._next:
+            return None
+        last, now = self._last, self._measure()
+        self._last, self._next = now, now.time + self._interval
+        if not self._is_active(last, now):
+            self._idle_since = self._idle_since or last.time
+            return now.time - self._idle_since
+        was_idle, self._idle_since = self._idle_since is not None, None
+        return 0.0 if was_idle else None
+
+    def disregard_latest(self) -> None:
+        """Count nothing that the ranks have done since the last measurement: we requested it."""
+        if self._next < math.inf:
+            self._last = self._measure()
+
+    def _measure(self) -> _Activity:
+        workers = [worker for worker in self._workers if worker.working]
+        files = [file for worker in workers for file in worker.output_files.values()]
+        # The ranks' parent is a supervisor, which is also the parent of their orphans.
+        parents = {parent_pid(worker.pid) for worker in workers} - {0}
+        return _Activity(
+            time.monotonic(),
+            tuple(worker.origin.rank for worker in workers),
+            sum(os.fstat(file.fileno()).st_size for file in files),
+            sum(map(cpu_seconds_of_descendants, parents)),
+        )
+
+    def _is_active(self, last: _Activity, now: _Activity) -> bool:
+        if not now.ranks or last.ranks != now.ranks or last.output_bytes != now.output_bytes:
+            return True
+        # A process that ends takes its CPU time with it, so the sum can also become smaller.
+        used = abs(now.cpu_seconds - last.cpu_seconds)
+        # User and system time are counted in whole ticks, so each may be a tick too much.
+        rounding = 2 * len(now.ranks) / os.sysconf("SC_CLK_TCK")
+        if used > IDLE_CPU * (now.time - last.time) + rounding:
+            return True
+        return self._uses_gpus and any(gpu.utilization for gpu in gpu_usage())

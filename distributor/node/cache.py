@@ -17,17 +17,18 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from distributor.core.addresses import host_name
-from distributor.core.files import private_folder
+from distributor.core.files import private_folder, try_lock
 from distributor.core.resources import IN_YARN
 from distributor.errors import ExecutorNotReady, StartTimeout
 
 CACHE_VARIABLE = "DISTRIBUTOR_CACHE"
 CACHE_GB, CACHE_DAYS = "DISTRIBUTOR_CACHE_GB", "DISTRIBUTOR_CACHE_DAYS"
+# Gigabytes of disk for all entries, and days without use after which an entry is removed.
 DEFAULT_LIMITS = {CACHE_GB: 20.0, CACHE_DAYS: 30.0}
 GB_BYTES, DAY_SECONDS = 1e9, 86400.0
 # Written last into a folder; contains the folder's size on disk in bytes.
@@ -107,7 +108,7 @@ def build_once(folder: Path, build: Build, deadline: float) -> Iterator[Path]:
 def _lock_unless_built(folder: Path, lock: int, deadline: float) -> bool:
     """Wait for an exclusive lock; return False if another process builds the folder first."""
     while not _is_complete(folder):
-        if try_lock_exclusively(lock):
+        if try_lock(lock):
             return True
         if time.monotonic() > deadline:
             raise StartTimeout(
@@ -144,53 +145,15 @@ def is_current_lock(lock: int, file: Path) -> bool:
         return False
 
 
-def try_lock_exclusively(descriptor: int) -> bool:
-    """Take an exclusive lock; return False if another process holds the lock."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def tree_size(folder: Path) -> int:
     """Return the bytes of disk that a folder and its content use."""
-    paths = [folder]
+    paths, blocks = [folder], 0
     for above, folders, files in os.walk(folder):
         paths += [Path(above, name) for name in (*folders, *files)]
-    return sum(map(_disk_size, paths))
-
-
-def _disk_size(path: Path) -> int:
-    with contextlib.suppress(OSError):  # it is gone
-        return path.lstat().st_blocks * 512
-    return 0
-
-
-@dataclass(frozen=True)
-class CacheLimits:
-    """Days without use after which an entry is removed, and bytes of disk for all entries."""
-
-    days: float
-    size: float = math.inf
-
-    @classmethod
-    def of(cls, variables: Mapping[str, str]) -> CacheLimits:
-        return cls(_number(CACHE_DAYS, variables), _number(CACHE_GB, variables) * GB_BYTES)
-
-
-def _number(name: str, variables: Mapping[str, str]) -> float:
-    text = variables.get(name, "")
-    try:
-        number = float(text) if text else DEFAULT_LIMITS[name]
-    except ValueError:
-        number = math.nan
-    if not number >= 0:
-        raise ExecutorNotReady(
-            f"On {host_name()} the variable {name} is {text!r}; it must be a number of at least 0, "
-            f"such as {DEFAULT_LIMITS[name]:.0f}, the default."
-        )
-    return number
+    for path in paths:
+        with contextlib.suppress(OSError):  # it is gone
+            blocks += path.lstat().st_blocks
+    return blocks * 512
 
 
 @dataclass(frozen=True)
@@ -201,29 +164,26 @@ class CacheEntry:
     used_at: float
     size: int
 
-    def remove(self) -> bool:
-        """Remove it; return False if it is in use."""
+    def remove(self) -> None:
+        """Remove it, unless it is in use."""
         file = lock_file_of(self.path)
         aside = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}.removed")
         had_lock = file.exists()
         with open_lock(file) as lock:
-            if not try_lock_exclusively(lock) or not is_current_lock(lock, file):
-                return False
+            if not try_lock(lock) or not is_current_lock(lock, file):
+                return
             if had_lock and os.fstat(lock).st_mtime > self.used_at:
-                return False  # it was used since it was listed
+                return  # it was used since it was listed
             with contextlib.suppress(FileNotFoundError):
                 self.path.rename(aside)
             file.unlink()
         shutil.rmtree(aside, ignore_errors=True)
-        return True
 
 
 def cached_environments(cache: Path) -> list[CacheEntry]:
     """List the environments in a cache folder; other files there do not belong to this package."""
-    with contextlib.suppress(FileNotFoundError):
-        found = (_ENTRY.fullmatch(name) for name in os.listdir(cache))
-        return [_environment(cache / name) for name in sorted({m[1] for m in found if m})]
-    return []
+    found = (_ENTRY.fullmatch(name) for name in os.listdir(cache))
+    return [_environment(cache / name) for name in sorted({m[1] for m in found if m})]
 
 
 def _environment(folder: Path) -> CacheEntry:
@@ -235,24 +195,31 @@ def _environment(folder: Path) -> CacheEntry:
     return CacheEntry(folder, next(times, 0.0), size)
 
 
-def select_excess(entries: Iterable[CacheEntry], limits: CacheLimits) -> Iterator[CacheEntry]:
-    """Select the entries to remove so that the others are within the limits."""
-    oldest, total = time.time() - limits.days * DAY_SECONDS, 0
+def trim(cache: Path, variables: Mapping[str, str]) -> None:
+    """Remove entries of a cache that exceed the limits and are not in use.
+
+    Remove what killed cleaners had begun to remove, too.
+    """
+    oldest = time.time() - _limit(CACHE_DAYS, variables) * DAY_SECONDS
+    most, total = _limit(CACHE_GB, variables) * GB_BYTES, 0
+    entries = cached_environments(cache)
     for entry in sorted(entries, key=lambda entry: entry.used_at, reverse=True):
         total += entry.size
-        if entry.used_at <= oldest or total > limits.size:
-            yield entry
+        if entry.used_at <= oldest or total > most:
+            entry.remove()
+    for name in filter(_REMOVED.fullmatch, os.listdir(cache)):
+        shutil.rmtree(cache / name, ignore_errors=True)
 
 
-def trim(cache: Path, limits: CacheLimits) -> None:
-    """Remove entries of a cache that exceed the limits and are not in use."""
-    for entry in list(select_excess(cached_environments(cache), limits)):
-        entry.remove()
-    remove_leftovers(cache)
-
-
-def remove_leftovers(cache: Path) -> None:
-    """Remove what killed cleaners had begun to remove."""
-    with contextlib.suppress(FileNotFoundError):
-        for name in filter(_REMOVED.fullmatch, os.listdir(cache)):
-            shutil.rmtree(cache / name, ignore_errors=True)
+def _limit(name: str, variables: Mapping[str, str]) -> float:
+    text = variables.get(name, "")
+    try:
+        number = float(text) if text else DEFAULT_LIMITS[name]
+    except ValueError:
+        number = math.nan
+    if not number >= 0:
+        raise ExecutorNotReady(
+            f"On {host_name()} the variable {name} is {text!r}; it must be a number of at least 0, "
+            f"such as {DEFAULT_LIMITS[name]:.0f}, the default."
+        )
+    return number

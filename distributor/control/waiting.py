@@ -1,4 +1,8 @@
-"""Signals to a driver: on SIGTERM its ranks may report a checkpoint before the process ends."""
+"""The driver's waits: what ends them early (cancellation, Ctrl-C, SIGTERM), and their messages.
+
+On SIGTERM the ranks may report a checkpoint before the process ends. Changes for which Spark has no
+event, such as executors that come or go, are polled for.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +58,51 @@ class Cancellation:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Obstacle = TypeVar("Obstacle")
+
+REMINDER_SECONDS = 5.0
+"""Seconds until the first message about a wait; each further interval is twice as long."""
+MAX_REMINDER_SECONDS = 60.0
+"""The longest interval between two messages about one wait."""
+POLL_SECONDS = 0.05
+"""Seconds between two polls."""
+
+
+class Reminder:
+    """Shows messages about a wait: after 5 s, then 10, 20, 40 and 60 s later, and none twice."""
+
+    def __init__(self) -> None:
+        self._interval = REMINDER_SECONDS
+        self._due_at = time.monotonic() + self._interval
+        self._shown = ""
+
+    def show(self, describe: Callable[[], str]) -> None:
+        """Show a message if one is due, unless it is the same as the last one."""
+        if (now := time.monotonic()) < self._due_at:
+            return
+        self._interval = min(2 * self._interval, MAX_REMINDER_SECONDS)
+        self._due_at = now + self._interval
+        if (text := describe()) != self._shown:
+            self._shown = text
+            notify(f"Waiting: {text}")
+
+
+def poll_until(
+    obstacle: Callable[[], Obstacle | None],
+    deadline: float,
+    cancellation: Cancellation,
+    describe: Callable[[Obstacle], str] | None = None,
+    reminder: Reminder | None = None,
+) -> Obstacle | None:
+    """Wait until there is no obstacle."""
+    reminder = reminder or Reminder()
+    while (left := obstacle()) is not None and time.monotonic() <= deadline:
+        if describe is not None:
+            reminder.show(functools.partial(describe, left))
+        cancellation.check()
+        time.sleep(POLL_SECONDS)
+    return left
+
 
 CALL_SECONDS = 2.0
 """Seconds for a call of Py4J to return before it is interrupted."""
@@ -181,15 +230,11 @@ class GracefulShutdown:
 
     def __init__(self) -> None:
         self._notify_ranks: Callable[[], object] = lambda: None
-        self._is_subscribed = False
+        self.is_subscribed = False
+        """Whether a rank has subscribed to preemption notices."""
         self._state = _State.RUNNING
         self._deadline = 0.0
         self._interrupts = Interrupts()
-
-    @property
-    def is_subscribed(self) -> bool:
-        """Whether a rank has subscribed to preemption notices."""
-        return self._is_subscribed
 
     @property
     def sigterm_received(self) -> bool:
@@ -198,7 +243,7 @@ class GracefulShutdown:
 
     def start_attempt(self, notify_ranks: Callable[[], object]) -> None:
         """Set how the ranks of a new attempt are notified. Called by the thread that waits."""
-        self._notify_ranks, self._is_subscribed = notify_ranks, False
+        self._notify_ranks, self.is_subscribed = notify_ranks, False
 
     def end_attempt(self) -> None:
         """Record that there are no ranks until the next attempt."""
@@ -206,7 +251,7 @@ class GracefulShutdown:
 
     def subscribe(self) -> None:
         """Record that a rank has subscribed to preemption notices."""
-        self._is_subscribed = True
+        self.is_subscribed = True
 
     def __enter__(self) -> GracefulShutdown:
         is_main = threading.current_thread() is threading.main_thread()
@@ -248,7 +293,7 @@ class GracefulShutdown:
 
     def _handle(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if not self._is_subscribed:
+        if not self.is_subscribed:
             _terminate()
         self._state = _State.SIGTERM_RECEIVED
 

@@ -1,22 +1,127 @@
-"""Types of settings: how values are checked, documented, and read from texts and command lines."""
+"""Settings: their types, their fields and defaults, and the interface of listeners.
+
+A type says how values are checked, documented, and read from texts and command lines. A field of a
+dataclass has a type, a default and a description, of which the documentation is made.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from distributor.core.addresses import checked_port, port_range, split_address
 from distributor.core.files import absolute, local_path
 from distributor.core.gpus import GPUType
 from distributor.core.rank_variables import check_name
+from distributor.core.threads import in_background
 from distributor.core.versions import require_arrow
 from distributor.node.agent.worker_env import RANK_VARIABLES
-from distributor.settings.listener import Listener
+from distributor.node.cache import CACHE_VARIABLE
+from distributor.rank.messages import Progress, Reported
+from distributor.screen.messages import warn
+from distributor.spark.session import Session
+from distributor.wire.messages import Stream
+
+T = TypeVar("T")
+
+
+class Listener:
+    """Follows a run on the driver: subclass it, and override the methods of interest.
+
+    All methods are called in the order of events on a thread of the run's own, so an MLflow run
+    that is active on the thread of the caller is not active in them. By default each does nothing.
+    If a method raises, the run ends with that exception, and no method is called after it. The
+    ranks' events of one attempt come between its `begins` and the next one, or the end of the run.
+
+    A run never waits for a method while its ranks are at work. If methods are too slow, `printed`,
+    `progressed` and `used` are not called for each event; a warning says so. At its end a run waits
+    for the calls that are left, at most 60 s for each one.
+
+    See Also
+    --------
+    TorchDistributor : takes listeners as its setting ``listeners``.
+
+    Examples
+    --------
+    >>> class Losses(Listener):
+    ...     def __init__(self):
+    ...         self.losses = []
+    ...     def progressed(self, rank, progress):
+    ...         self.losses.append((rank, progress.done, progress.metrics["loss"]))
+    >>> TorchDistributor(2, listeners=[Losses()]).run(train)  # doctest: +SKIP
+    """
+
+    def begins(self, attempt: int, ranks: int) -> None:
+        """Handle the start of an attempt.
+
+        Parameters
+        ----------
+        attempt : int
+            The number of the attempt, from 0.
+        ranks : int
+            The number of its ranks.
+        """
+
+    def printed(self, rank: int, stream: Stream, data: bytes) -> None:
+        """Handle a rank's output.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+        stream : "stdout" or "stderr"
+            The stream that it wrote to.
+        data : bytes
+            The output, cut at any byte.
+        """
+
+    def progressed(self, rank: int, progress: Progress) -> None:
+        """Handle a rank's call of ``distributor.runtime.progress``.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+        progress : Progress
+            The progress and metrics that it reported.
+        """
+
+    def used(self, usage: Progress) -> None:
+        """Handle a node's use of its processors, memory, network and GPUs.
+
+        Parameters
+        ----------
+        usage : Progress
+            Its metrics.
+        """
+
+    def reported(self, report: Reported) -> None:
+        """Handle a report that all ranks made with ``distributor.train.report``.
+
+        Parameters
+        ----------
+        report : Reported
+            The metrics of all ranks, and the checkpoint.
+        """
+
+    def failed(self, attempt: int, error: Exception) -> None:
+        """Handle the failure of an attempt. It is not called if the run is cancelled.
+
+        Parameters
+        ----------
+        attempt : int
+            The number of the attempt, from 0.
+        error : Exception
+            The error; ``error.rank_failures`` maps each failed rank to its failure.
+        """
+
 
 Check = Callable[[str, Any], object]
 """Takes a setting's name and value; raises TypeError, ValueError or OSError if it is invalid."""
@@ -34,7 +139,7 @@ class SettingType:
     """A type of settings.
 
     `convert` takes what `check` takes, and returns the value that is kept; `read` takes the name
-    of a variable or property and its text.
+    of a variable or property and its text, and returns what `convert` takes.
     """
 
     shown: str
@@ -50,9 +155,7 @@ class SettingType:
 # Validators
 
 
-def must_be(
-    expected: str, is_valid: Predicate, error: type[Exception] = ValueError
-) -> Callable[[str, Any], None]:
+def must_be(expected: str, is_valid: Predicate, error: type[Exception] = ValueError) -> Check:
     def check(name: str, value: object) -> None:
         if not is_valid(value):
             raise error(f"{name} must be {expected}, but is {value!r}.")
@@ -293,18 +396,7 @@ def _read_switch(name: str, text: str) -> bool:
 def _read_port(name: str, text: str) -> int:
     if not text.isdecimal():
         raise ValueError(f"{name} must be a port, or 0 for any free port, but is {text!r}.")
-    return checked_port(name, int(text))
-
-
-def _read_ports(name: str, text: str) -> str:
-    port_range(name, text)
-    return text
-
-
-def _read_folder(name: str, text: str) -> str:
-    path = local_path(text, name)
-    create_folder(name, path)
-    return path
+    return int(text)
 
 
 # Types
@@ -363,13 +455,13 @@ FOLDER = SettingType(
     ),
     (option(metavar="FOLDER"),),
     convert=checked_path,
-    read=_read_folder,
+    read=lambda name, text: local_path(text, name),
 )
 FOLDER_NAME = SettingType("str", optional(check_name), (option(metavar="NAME"),))
 STORAGE = SettingType("str or path", check_storage_path, (option(metavar="PATH"),))
 HOST = SettingType("str", optional(split_address), (option(metavar="HOST[:PORT]"),))
 PORT = SettingType("int", checked_port, (option(type=int, metavar="PORT"),), read=_read_port)
-PORTS = SettingType("str", port_range, (option(metavar="FIRST-LAST"),), read=_read_ports)
+PORTS = SettingType("str", port_range, (option(metavar="FIRST-LAST"),))
 GPU_TYPE = SettingType("GPUType or str", check_gpu_type, (option(metavar="TYPE"),))
 POOL = SettingType(
     "str",
@@ -388,12 +480,8 @@ LISTENERS = SettingType(
 
 def strings(what: str, help: str) -> SettingType:
     """Return the type of lists of strings, with what they are, and the help of its option."""
-    is_valid = items(Sequence, instance_of(str))
-    return SettingType(
-        "sequence of str",
-        must_be(f"a list of {what}", is_valid, TypeError),
-        (several(help),),
-    )
+    check = must_be(f"a list of {what}", items(Sequence, instance_of(str)), TypeError)
+    return SettingType("sequence of str", check, (several(help),))
 
 
 def one_of(first: str, second: str) -> SettingType:
@@ -402,3 +490,182 @@ def one_of(first: str, second: str) -> SettingType:
         must_be(f"{first!r} or {second!r}", in_(first, second)),
         (option(metavar=f"{first}|{second}"),),
     )
+
+
+# Fields
+
+
+class _NotGiven:
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+NOT_GIVEN: Any = _NotGiven()
+"""The value of a setting that was not given and has an administrator's default."""
+
+
+@dataclass(frozen=True)
+class AdminDefault:
+    """A default that an environment variable or a Spark property can set.
+
+    Without them it is `value`, which the documentation shows as `shown`.
+    """
+
+    variable: str
+    key: str
+    value: Any
+    shown: str
+
+
+def setting(
+    default: Any, kind: SettingType, text: str, *, group: str = "", reaches_ranks: bool = False
+) -> Any:
+    """Declare a setting: `text` says what it means, its unit, and what None stands for.
+
+    `group` is that of its option in the help of ``distributor run``; without one, it has none.
+    """
+    how: dict[str, Any] = {"default": default}
+    if isinstance(default, dict):
+        how = {"default_factory": dict, "repr": False}  # it may hold secrets
+    elif isinstance(default, AdminDefault):
+        how = {"default": NOT_GIVEN}
+    metadata = {"default": default, "type": kind, "text": text, "group": group}
+    return field(**how, metadata={**metadata, "reaches_ranks": reaches_ranks})
+
+
+def setting_fields(settings: Any) -> list[Field[Any]]:
+    """Return the fields of a dataclass that are settings."""
+    return [field for field in fields(settings) if "type" in field.metadata]
+
+
+def rank_settings(settings: Any) -> SimpleNamespace:
+    """Return the settings that nodes and ranks get."""
+    reaching = [each.name for each in setting_fields(settings) if each.metadata["reaches_ranks"]]
+    return SimpleNamespace(**{name: _plain(getattr(settings, name)) for name in reaching})
+
+
+def _plain(value: Any) -> Any:
+    """Replace a list by a tuple; nodes may lack the class of a user's sequence."""
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def admin_defaults(settings: Any) -> dict[str, AdminDefault]:
+    """Return the defaults that administrators can set, by setting."""
+    defaults = {field.name: field.metadata["default"] for field in setting_fields(settings)}
+    return {name: each for name, each in defaults.items() if isinstance(each, AdminDefault)}
+
+
+def documented(settings: type | None = None, *, skip: Collection[str] = ()) -> Callable[[T], T]:
+    """Return a decorator that replaces ``{settings}`` in a docstring by their descriptions.
+
+    They are by default those of the decorated class.
+    """
+
+    def decorate(target: T) -> T:
+        if target.__doc__ and (found := re.search(r"^( *)\{settings\}", target.__doc__, re.M)):
+            listed = setting_fields(settings or target)
+            listed.sort(key=lambda field: bool(field.kw_only))  # in the order of the signature
+            entries = "\n".join(_entry(field) for field in listed if field.name not in skip)
+            indented = entries.replace("\n", f"\n{found[1]}")
+            target.__doc__ = target.__doc__.replace("{settings}", indented)
+        return target
+
+    return decorate
+
+
+def help_of(field: Field[Any], options: Mapping[str, str]) -> str:
+    """Return what a setting means in one sentence, for the command line.
+
+    Parameters
+    ----------
+    field : Field
+        The setting.
+    options : mapping of str to str
+        The options of settings, by which the sentence names them.
+    """
+    sentence = re.split(r"\.\s+(?=[A-Z])", field.metadata["text"])[0].removesuffix(".")
+    named = re.sub(r"`(\w+)`", lambda found: options.get(found[1], found[1]), sentence)
+    text = " ".join(named.replace("`", "").split())
+    text = text[0].lower() + text[1:]
+    default = field.metadata["default"]
+    if isinstance(default, AdminDefault):
+        return f"{text} (default: ${default.variable}, {default.key}, or {default.shown})"
+    if isinstance(default, (int, float, str)) and not isinstance(default, bool):
+        return f"{text} (default: {f'{default:g}' if isinstance(default, float) else default})"
+    return text
+
+
+def _entry(field: Field[Any]) -> str:
+    """Return a setting's entry of a numpydoc section."""
+    text = re.sub(r"\n *", "\n    ", field.metadata["text"])
+    if isinstance(default := field.metadata["default"], AdminDefault):
+        text += (
+            f"\n    Default: the environment variable {default.variable}, the Spark property\n"
+            f"    {default.key}, or {default.shown}."
+        )
+    return f"{field.name} : {field.metadata['type'].shown}{_default(field)}\n    {text}"
+
+
+def _default(field: Field[Any]) -> str:
+    plain = field.default in (True, False) or isinstance(field.default, (int, float, str))
+    return f", default {field.default!r}" if plain else ", optional"
+
+
+# Order of precedence: the argument, the driver's environment variable, the configuration of the
+# active Spark session, the built-in default.
+
+CONF_TIMEOUT = 10.0
+"""Seconds for a Connect server to return its configuration; its client would retry for minutes."""
+CACHE_DIR = AdminDefault(
+    CACHE_VARIABLE, "spark.distributor.cacheDir", None, "`~/.cache/distributor`"
+)
+"""The default of a variable in ``env``. Each node reads its own: folders differ by machine."""
+
+
+def complete(settings: object) -> None:
+    """Replace each setting of a frozen dataclass that was not given by its default."""
+    wanted = [
+        each for each in setting_fields(settings) if getattr(settings, each.name) is NOT_GIVEN
+    ]
+    defaults = [each.metadata["default"] for each in wanted]
+    unset = [each.key for each in defaults if not os.environ.get(each.variable)]
+    conf = _conf(Session.active() if unset else None, unset)
+    for each, default in zip(wanted, defaults, strict=True):
+        kind, value, source = each.metadata["type"], default.value, _source(default.key)
+        if text := os.environ.get(default.variable):
+            source = f"the environment variable {default.variable}"
+        if text := text or conf.get(default.key):
+            value = kind.convert(source, kind.read(source, text))
+            kind.check(source, value)
+        object.__setattr__(settings, each.name, value)
+
+
+def conf_cache_dir(session: Session | None) -> str | None:
+    """Return the folder of the nodes' cache that a Spark property sets; None if it is not set."""
+    path = _conf(session, [CACHE_DIR.key]).get(CACHE_DIR.key)
+    if path and not Path(path).is_absolute() and not path.startswith("~"):
+        source = _source(CACHE_DIR.key)
+        raise ValueError(f"{source} must be the absolute path of a folder, but is {path!r}.")
+    return path or None
+
+
+def _source(key: str) -> str:
+    return f"{key} in Spark's conf"
+
+
+def _conf(session: Session | None, keys: Iterable[str]) -> Mapping[str, str]:
+    """Return the properties among `keys` that a session's configuration sets."""
+    if session is None:
+        return {}
+
+    def read() -> dict[str, str]:
+        values = {key: session.conf(key) for key in keys}
+        return {key: text for key, text in values.items() if text is not None}
+
+    try:
+        if session.is_connect:
+            return in_background(read, "distributor-conf").result(CONF_TIMEOUT)
+        return read()
+    except Exception as error:  # its JVM or its server is gone
+        warn(f"Spark's configuration cannot be read; spark.distributor.* is ignored: {error!r}")
+        return {}

@@ -1,4 +1,7 @@
-"""The rows of a task: what did not reach the driver over the link."""
+"""What the driver passes to each task, and the rows that the task returns.
+
+The rows have what did not reach the driver over the link.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,111 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from distributor.core.addresses import host_name
 from distributor.core.files import atomic_path, for_this_user
 from distributor.core.resources import format_bytes
 from distributor.core.text import listed
 from distributor.errors import ValueTooLarge
-from distributor.launchers.spark.task.task_spec import TaskSpec
+from distributor.node.process.specs import NodeShare
 from distributor.serialization.oob_pickle import anonymous_file
 from distributor.serialization.outcome import PART_BYTES, Value
+from distributor.serialization.program import Program
+from distributor.spark.shipped_files import ProgramFile
 from distributor.wire.messages import Output
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from distributor.data.chunk_file import DatasetSpec
+
+
+class Shipped(NamedTuple):
+    """What Spark copies to each executor that runs a task: files, by their names there.
+
+    Parameters
+    ----------
+    program : Program or ProgramFile
+        What each rank runs, which is no file if it is small, or the file that contains it.
+    modules : str or None
+        The archive with the user's modules.
+    environment : str, tuple of str or None
+        What the ranks run in: a folder, requirements, or None for the executors' own interpreter.
+    """
+
+    program: Program | ProgramFile
+    modules: str | None
+    environment: str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """What the driver passes to every task of a run, pickled with the task.
+
+    Parameters
+    ----------
+    share : NodeShare
+        What all nodes have; each task fills in the rest.
+    shipped : Shipped
+        What Spark has copied to their executors.
+    use_gpu : bool
+        Whether the ranks use the GPUs that Spark assigns to their task.
+    driver_gpus : tuple of str
+        In ``local[n]``: the driver's GPUs, one for each rank.
+    gpu_type : str or None
+        The required type of GPU.
+    hub : tuple of str and int
+        The address and port of the driver's hub.
+    secret : bytes
+        The run's secret, with which nodes and the hub authenticate each other.
+    log_dir : str or None
+        Folder for the ranks' output if the hub cannot be reached.
+    max_spark_result_bytes : int
+        Bytes that Spark can carry from one task to the driver: values, and reports of nodes without
+        a link.
+    datasets : tuple of DatasetSpec
+        The datasets, whose rows Spark passes to the tasks.
+    cache_dir : str or None
+        The cache of environments on a node whose own environment variables name none.
+    check_memory : bool
+        Whether nodes compare the memory that ranks need with the memory that they have.
+    """
+
+    share: NodeShare
+    shipped: Shipped
+    use_gpu: bool
+    driver_gpus: tuple[str, ...]
+    gpu_type: str | None
+    hub: tuple[str, int]
+    secret: bytes = field(repr=False)
+    log_dir: str | None
+    max_spark_result_bytes: int
+    datasets: tuple[DatasetSpec, ...]
+    cache_dir: str | None
+    check_memory: bool
+
+
+@dataclass(frozen=True)
+class MemberSpec:
+    """What the driver passes to every task that holds a slot for a run, pickled with the task.
+
+    Parameters
+    ----------
+    hub : tuple of str and int
+        The address and port of the driver's hub for these tasks.
+    secret : bytes
+        With which the tasks and that hub authenticate each other.
+    job : int
+        Which of the run's jobs this is.
+    """
+
+    hub: tuple[str, int]
+    secret: bytes = field(repr=False)
+    job: int
+
 
 ROW_SCHEMA = "rank int, part int, data binary"
 """The rows' schema, as Spark writes it. A value is split into parts, numbered from 0."""

@@ -1,4 +1,4 @@
-"""The user's modules on an executor, as `ship_modules` has sent them."""
+"""What Spark has copied to this executor: the files of a run, and the user's modules."""
 
 from __future__ import annotations
 
@@ -6,11 +6,28 @@ import contextlib
 import os
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
 from distributor.core.files import atomic_path
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramFile:
+    """A program that is too large for the task, and is in a file that Spark has sent.
+
+    Parameters
+    ----------
+    name : str
+        The file's name among Spark's files.
+    dropped : tuple of str
+        The names of such files that no run needs any more.
+    """
+
+    name: str
+    dropped: tuple[str, ...]
 
 
 def spark_files_folder() -> Path:
@@ -20,23 +37,27 @@ def spark_files_folder() -> Path:
     return Path(SparkFiles.getRootDirectory()).absolute()
 
 
+def made_once(name: str, make: Callable[[Path], object]) -> Path:
+    """Return a file or folder among Spark's, which is made unless another task has done so."""
+    path = spark_files_folder() / name
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        with atomic_path(path) as partial:  # other tasks of this node may be doing the same
+            make(partial)
+    return path
+
+
 def unpack_modules(archive: str) -> str:
     """Unpack the user's modules, once on each node, and return their folder."""
-    from pyspark import SparkFiles
 
-    folder = spark_files_folder() / archive.removesuffix(".zip")
-    if not folder.exists():
-        with atomic_path(folder) as partial:  # other tasks of this node may be doing the same
-            _unpack(SparkFiles.get(archive), partial)
-    return str(folder)
+    def unpack(folder: Path) -> None:
+        with zipfile.ZipFile(spark_files_folder() / archive) as packed:
+            for entry in packed.infolist():
+                entry.filename = unquote(entry.filename, errors="surrogateescape")
+                extracted = packed.extract(entry, folder)
+                os.chmod(extracted, entry.external_attr >> 16)  # `extract` ignores permissions
 
-
-def _unpack(archive: str, folder: Path) -> None:
-    with zipfile.ZipFile(archive) as packed:
-        for entry in packed.infolist():
-            entry.filename = unquote(entry.filename, errors="surrogateescape")
-            extracted = packed.extract(entry, folder)
-            os.chmod(extracted, entry.external_attr >> 16)  # `extract` ignores permissions
+    return str(made_once(archive.removesuffix(".zip"), unpack))
 
 
 @contextlib.contextmanager
@@ -68,5 +89,5 @@ def _forget_others(folder: str) -> None:
         for name, module in list(sys.modules.items()):
             if (getattr(module, "__file__", None) or "").startswith(f"{other}{os.sep}"):
                 del sys.modules[name]
-        _used.remove(other)
+    _used.clear()
     _used.add(folder)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from distributor import runtime
 from distributor.core.text import listed
 from distributor.errors import DistributorError, OtherRankFailed
 from distributor.rank.context import connect_store, sealed, unsealed
@@ -29,7 +29,9 @@ EQUALLY_OFTEN = "Every rank must call report equally often."
 
 
 class StoreChannel:
-    """Exchanges JSON values between the ranks of a run; to be used by one thread.
+    """Exchanges JSON values between the ranks of a run, or its nodes; to be used by one thread.
+
+    Each value has a tag that only this run's ranks can make.
 
     All methods raise ConnectionError if rank 0, which holds the store, has ended, and
     DistributorError if other ranks do not take part within a timeout, by default
@@ -38,34 +40,29 @@ class StoreChannel:
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size, self._store = rank, size, store
-        self._own_keys: list[str] = []
-        self._round_keys: list[str] = []
-        self._last_round_keys: list[str] = []
+        self._keys: list[str] = []  # that this rank has set in this round
+        self._last_keys: list[str] = []  # and in the one before
 
     @classmethod
     def connect(cls, timeout: float = RANK_TIMEOUT_SECONDS) -> StoreChannel:
         """Return this rank's channel, with a connection of its own and a limit for each answer."""
         store = connect_store("distributor/train", timeout=timedelta(seconds=timeout))
-        return cls(runtime.get_global_rank(), runtime.get_world_size(), store)
+        # The function of `ray_launch` is a rank without these variables.
+        rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        return cls(int(rank), int(size), store)
 
-    def set(self, key: str, value: Any) -> None:
-        """Set a value for all ranks; used by rank 0 for its decisions."""
-        self._round_keys.append(key)
-        self._set(key, value)
-
-    def get(self, key: str, timeout: float | None = None) -> Any:
+    def get(self, key: str, timeout: float = RANK_TIMEOUT_SECONDS) -> Any:
         """Wait for a value that rank 0 sets for all ranks, and return it."""
         return self._wait_and_get({0: key}, timeout)[0]
 
-    def _wait_and_get(self, keys: dict[int, str], timeout: float | None) -> list[Any]:
+    def _wait_and_get(self, keys: dict[int, str], timeout: float) -> list[Any]:
         """Wait for one key of each rank; rank 0 meanwhile prints which ranks are late."""
         start = time.monotonic()
-        timeout = RANK_TIMEOUT_SECONDS if timeout is None else timeout
         prints = self.rank == 0 and timeout > LATE_WARNING_SECONDS
-        if prints and (missing := self._missing(keys, start + LATE_WARNING_SECONDS)):
+        if prints and (missing := self.missing(keys, start + LATE_WARNING_SECONDS)):
             waits = self._waits_for(missing, LATE_WARNING_SECONDS)
             print(f"distributor: {waits} to report, or to upload files.", flush=True)
-        if missing := self._missing(keys, start + timeout):
+        if missing := self.missing(keys, start + timeout):
             raise DistributorError(f"{self._waits_for(missing, timeout)}. {EQUALLY_OFTEN}")
         with self._uses_store():
             values = {key: self._read(key) for key in keys.values()}
@@ -80,23 +77,27 @@ class StoreChannel:
     def _waits_for(self, missing: list[int], seconds: float) -> str:
         return f"After {seconds:g} s, rank {self.rank} still waits for {listed('rank', missing)}"
 
-    def _missing(self, keys: dict[int, str], deadline: float) -> list[int]:
+    def missing(self, keys: dict[int, str], deadline: float) -> list[int]:
         """Wait until all keys are set; return the ranks whose keys are missing at the deadline."""
         left = max(0.001, deadline - time.monotonic())
         with contextlib.suppress(Exception):  # timeout, or rank 0 has ended
             self._store.wait(list(keys.values()), timedelta(seconds=left))
             return []
-        with self._uses_store():
-            return [rank for rank, key in keys.items() if not self._store.check([key])]
+        return [rank for rank, key in keys.items() if not self.has(key)]
 
-    def _set(self, key: str, value: Any) -> None:
+    def has(self, key: str) -> bool:
+        with self._uses_store():
+            return bool(self._store.check([key]))
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a value for all ranks; used by rank 0 for its decisions."""
         data = sealed(key, json.dumps(value).encode())
         parts = _parts(key, -(-len(data) // PART_BYTES)) if len(data) > PART_BYTES else []
+        self._keys += [key, *parts]
         with self._uses_store():
             for number, part in enumerate(parts):
                 self._store.set(part, data[number * PART_BYTES : (number + 1) * PART_BYTES])
             self._store.set(key, b"%s%d" % (_PARTS, len(parts)) if parts else data)
-        (self._own_keys if key in self._own_keys else self._round_keys).extend(parts)
 
     @contextlib.contextmanager
     def _uses_store(self) -> Iterator[None]:
@@ -110,14 +111,13 @@ class StoreChannel:
     def set_own(self, key: str, value: Any) -> None:
         """Set this rank's value for a key for which every rank sets a value."""
         own = f"{key}/{self.rank}"
-        self._own_keys.append(own)
         try:
-            self._set(own, value)
+            self.set(own, value)
         except (TypeError, ValueError) as error:  # it is not JSON
-            self._set(own, {"failed": f"rank {self.rank}: {error}"})
+            self.set(own, {"failed": f"rank {self.rank}: {error}"})
             raise
 
-    def gather(self, key: str, timeout: float | None = None) -> list[Any]:
+    def gather(self, key: str, timeout: float = RANK_TIMEOUT_SECONDS) -> list[Any]:
         """Wait for every rank's value, and return all in rank order."""
         keys = {rank: f"{key}/{rank}" for rank in range(self.size)}
         values = self._wait_and_get(keys, timeout)
@@ -131,24 +131,25 @@ class StoreChannel:
         with self._uses_store():
             first: str = self._store.compare_set(key, "", value).decode()
         if first == value:
-            self._own_keys.append(key)
+            self._keys.append(key)
         return first
 
     def delete_keys(self) -> None:
-        """Delete the keys of the round that ends, so that they do not accumulate in the store."""
-        # The values that rank 0 has set for all ranks stay for one more round, because other ranks
-        # may not have read them yet.
-        for key in (*self._own_keys, *self._last_round_keys):
+        """End a round, and delete the keys of the one before: they do not accumulate in the store.
+
+        Those of the round that ends stay, because other ranks may not have read them yet.
+        """
+        for key in self._last_keys:
             with contextlib.suppress(Exception):  # if rank 0 has ended, the next call raises
                 self._store.delete_key(key)
-        self._own_keys, self._last_round_keys, self._round_keys = [], self._round_keys, []
+        self._last_keys, self._keys = self._keys, []
 
     def agree(
         self,
         key: str,
         value: Any,
         decide: Callable[[list[Any]], Any],
-        timeout: float | None = None,
+        timeout: float = RANK_TIMEOUT_SECONDS,
     ) -> Any:
         """Wait until all ranks have reached this call, and return what rank 0 decides.
 
@@ -156,38 +157,37 @@ class StoreChannel:
         A DistributorError is raised on all ranks, also if `decide` raises it.
         """
         self.set_own(key, {"value": value})
-        return self.decide(key, lambda: self._decision(key, decide, timeout), timeout)["value"]
-
-    def decide(
-        self, key: str, make: Callable[[], dict[str, Any]], timeout: float | None = None
-    ) -> dict[str, Any]:
-        """Return what `make` returns on rank 0, or raise the error in it on all ranks."""
-        # `make` may take `timeout` itself, because it waits for the other ranks. Therefore their
+        # Rank 0 may take `timeout` itself, because it waits for the other ranks. Therefore their
         # own time starts anew when rank 0 has reached this call.
         if self.rank == 0:
-            self._set_decision(key, make)
+            self._set_decision(key, decide, timeout)
         else:
             self.get(f"{key}/begun", timeout)
-        limit = RANK_TIMEOUT_SECONDS if timeout is None else timeout
-        decision: dict[str, Any] = self.get(key, limit + READ_SECONDS)
-        if "failed" in decision:
-            self.await_readers(key)
-            raise OtherRankFailed(decision["failed"])
-        if "error" in decision:
-            self.await_readers(key)
-            raise DistributorError(decision["error"])
-        return decision
+        decision: dict[str, Any] = self.get(key, timeout + READ_SECONDS)
+        for name, kind in (("failed", OtherRankFailed), ("error", DistributorError)):
+            if name in decision:
+                self.await_readers(key)
+                raise kind(decision[name])
+        return decision["value"]
 
-    def _set_decision(self, key: str, make: Callable[[], dict[str, Any]]) -> None:
+    def _set_decision(self, key: str, decide: Callable[[list[Any]], Any], timeout: float) -> None:
         self.set(f"{key}/begun", None)
         try:
-            self.set(key, make())
+            offers = self.gather(key, timeout)
+            if left := [each["left"] for each in offers if "left" in each]:
+                raise DistributorError(_alone(left))
+            self.set(key, {"value": decide([each["value"] for each in offers])})
         except ConnectionError:
             raise
+        except DistributorError as error:
+            self.set(key, {"error": str(error)})
         except Exception as error:  # the others do not wait for what does not come
             self.set(key, {"failed": f"Rank 0 failed: {type(error).__name__}: {error}"})
             self.await_readers(key)
             raise
+
+    def barrier(self, key: str) -> None:
+        self.agree(key, None, lambda _: None)
 
     def await_readers(self, key: str) -> None:
         """Report to rank 0 that this rank has read an error; on rank 0, wait for the others.
@@ -196,35 +196,18 @@ class StoreChannel:
         would raise a `ConnectionError` instead.
         """
         with contextlib.suppress(ConnectionError):
-            self._set(f"{key}/read/{self.rank}", None)
+            self.set(f"{key}/read/{self.rank}", None)
             if self.rank == 0:
                 keys = {rank: f"{key}/read/{rank}" for rank in range(self.size)}
-                self._missing(keys, time.monotonic() + READ_SECONDS)
+                self.missing(keys, time.monotonic() + READ_SECONDS)
 
     def leave(self, key: str, why: str) -> None:
         """Let the other ranks' calls of `agree` with this key fail: this rank will not call it."""
         if self.rank == 0:
-            self._set_decision(key, lambda: {"error": self._alone([f"rank 0 {why}"])})
+            self.set(f"{key}/begun", None)
+            self.set(key, {"error": _alone([f"rank 0 {why}"])})
         else:
             self.set_own(key, {"left": f"rank {self.rank} {why}"})
-
-    def _decision(
-        self, key: str, decide: Callable[[list[Any]], Any], timeout: float | None
-    ) -> dict[str, Any]:
-        try:
-            offers = self.gather(key, timeout)
-            if left := [each["left"] for each in offers if "left" in each]:
-                return {"error": self._alone(left)}
-            return {"value": decide([each["value"] for each in offers])}
-        except DistributorError as error:
-            return {"error": str(error)}
-
-    @staticmethod
-    def _alone(left: list[str]) -> str:
-        return f"{' and '.join(left)}, but other ranks report once more. {EQUALLY_OFTEN}"
-
-    def barrier(self, key: str) -> None:
-        self.agree(key, None, lambda values: None)
 
 
 _PARTS = b"parts "
@@ -232,3 +215,7 @@ _PARTS = b"parts "
 
 def _parts(key: str, count: int) -> list[str]:
     return [f"{key}/part {number}" for number in range(count)]
+
+
+def _alone(left: list[str]) -> str:
+    return f"{' and '.join(left)}, but other ranks report once more. {EQUALLY_OFTEN}"

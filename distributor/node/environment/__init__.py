@@ -1,1 +1,0 @@
-"""The interpreter and packages that ranks run with, made ready on a node."""

@@ -1,1 +1,0 @@
-"""Types, fields and defaults of settings, and the interface of listeners."""
