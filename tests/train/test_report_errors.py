@@ -96,8 +96,8 @@ def test_what_cannot_be_reported_is_named(tmp_path: Path) -> None:
 
 def test_a_rank_that_has_returned_is_not_waited_for(tmp_path: Path) -> None:
     def report() -> None:
-        for _ in range(1 if train.get_context().get_world_rank() == 1 else 2):
-            train.report({}, save(tmp_path, "x"), checkpoint_upload_mode="ASYNC")
+        for number in range(1 if train.get_context().get_world_rank() == 1 else 2):
+            train.report({}, save(tmp_path / str(number), "x"), checkpoint_upload_mode="ASYNC")
 
     ranks = TorchDistributor(3, use_gpu=False, storage_path=tmp_path / "runs", timeout=60)
     message = "rank 1 has returned after 1 report, but other ranks report once more"
