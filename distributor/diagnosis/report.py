@@ -32,8 +32,8 @@ HERE = "this machine"
 """Where checks of the driver's machine were made."""
 EXECUTORS = "executors"
 """Where checks of the cluster were made that are about no single host."""
-MAX_HOSTS = 3
-"""Hosts and findings that a row names; the others are counted."""
+MAX_FOUND = 3
+"""Findings that a row names; the others are counted, as `versions.listed` counts hosts."""
 
 
 class Status(str, enum.Enum):
@@ -175,8 +175,8 @@ def _all_found(checks: Sequence[Check]) -> str:
 def listed(texts: Iterable[str]) -> str:
     """Return the first texts as one; the others are counted."""
     found = list(texts)
-    more = f"; and {len(found) - MAX_HOSTS} more" if len(found) > MAX_HOSTS else ""
-    return "; ".join(found[:MAX_HOSTS]) + more
+    more = f"; and {len(found) - MAX_FOUND} more" if len(found) > MAX_FOUND else ""
+    return "; ".join(found[:MAX_FOUND]) + more
 
 
 def hosts_text(hosts: Iterable[str]) -> str:
