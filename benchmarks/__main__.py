@@ -15,6 +15,7 @@ from benchmarks import (
     predict,
     recovery,
     scale,
+    study,
     values,
 )
 from benchmarks.measure import adopt_orphans, end_descendants
@@ -34,6 +35,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "data": data.measure,
     "predict": predict.measure,
     "scale": scale.measure,
+    "study": study.measure,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 MEGABYTE = 10**6
 PIECE = 64 * MEGABYTE
 """Maximum bytes of one tensor, like a layer of a model."""
+STEPS = 100
+"""Of the training of a trial."""
 
 
 def rendezvous() -> int:
@@ -144,6 +147,50 @@ def _report_in_the_background(state: Any, folder: str) -> float:
     blocked = _report(folder, "ASYNC")
     train.report({})  # waits for the report
     return blocked
+
+
+def fit_noted(lr: float, width: int, seconds: float, folder: str | None = None) -> float:
+    """Train a small model, or sleep; return the loss.
+
+    Parameters
+    ----------
+    lr, width : float, int
+        The learning rate, and the width of the model.
+    seconds : float
+        Sleep for so long instead of training.
+    folder : str, optional
+        Write the seconds in this function to a file of this rank in the folder.
+    """
+    began = time.time()
+    loss = 0.0
+    if seconds:
+        time.sleep(seconds)
+    else:
+        loss = _fit(lr, width)
+    if folder is not None:
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(f"{time.time() - began}")
+    return loss
+
+
+def _fit(lr: float, width: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    x = torch.randn(256, 8)
+    y = x.sum(1, keepdim=True)
+    for _ in range(STEPS):
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return float(loss)
 
 
 WAYS_TO_SAVE: dict[str, Callable[[Any, str], float]] = {

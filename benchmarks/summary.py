@@ -13,6 +13,7 @@ from benchmarks import (
     predict,
     recovery,
     scale,
+    study,
     values,
 )
 from benchmarks.spark import EMBEDDED, LOCAL
@@ -157,6 +158,21 @@ LINES = (
         "recovery",
         f"{recovery.TWO_HOSTS}, {recovery.HOST}",
         recovery.REPORTED,
+    ),
+    *(
+        Line(
+            f"a trial of 2 ranks in a study{where}, beside the time in its function",
+            "study",
+            study.titled(place, study.RANKS, 1),
+            study.OVERHEAD,
+        )
+        for place, where in ((LOCAL, ""), (study.cluster(1), " on local-cluster"))
+    ),
+    Line(
+        "slots without ranks in a study on local-cluster, with trials of 10 s",
+        "study",
+        study.titled(study.cluster(2), study.RANKS, 2, study.SECONDS),
+        study.IDLE,
     ),
     Line(
         "rows of 16 floats from a DataFrame",

@@ -49,6 +49,8 @@ def program_of(
     """Return the program for the arguments of ``run``."""
     if isinstance(train_object, Module):
         return replace(train_object, args=tuple(map(str, args)))
+    if isinstance(train_object, SharedFunction):
+        return train_object.program(args, kwargs)
     if isinstance(train_object, (str, os.PathLike)):
         return _script(Path(train_object).expanduser(), args, kwargs)
     if not callable(train_object):
@@ -60,6 +62,33 @@ def program_of(
     check_arguments(train_object, args, kwargs)
     call = pickling.dump_call(train_object, args, kwargs)
     return Call(name_of(train_object), call)
+
+
+class SharedFunction:
+    """A function with arguments that is pickled once, for several runs with further arguments.
+
+    Parameters
+    ----------
+    function : callable
+        The function.
+    args, kwargs
+        The arguments that all runs share.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        check_runs(function)
+        self._function, self._args, self._kwargs = function, args, kwargs
+        self._call = pickling.dump_call(function, args, kwargs)
+
+    def program(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Return the program of a run with these further arguments."""
+        check_arguments(self._function, (*self._args, *args), {**self._kwargs, **kwargs})
+        further = pickling.dump_call(
+            dict, args, kwargs, explained=self._function, given=self._call.names
+        )
+        return Call(name_of(self._function), self._call, further)
 
 
 def check_runs(function: Callable[..., Any]) -> None:

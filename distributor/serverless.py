@@ -529,6 +529,11 @@ class DistributedFunction(DecoratedFunction[P, R]):
         return self._launcher().submit_all(self._function, *args, **kwargs)
 
 
+def distributor_of(function: DecoratedFunction[P, R]) -> TorchDistributor:
+    """Return the distributor of a decorated function's runs; check its decorator's arguments."""
+    return function._launcher()
+
+
 class _UnknownLauncher:
     """Takes the place of a launcher in a process to which the function was sent."""
 

@@ -553,6 +553,7 @@ def prepare_run(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     finder: DatasetFinder | None = None,
+    tracked: Callable[..., TrackedRun | Untracked] | None = None,
 ) -> Run:
     """Build the run of one call, without starting it.
 
@@ -566,6 +567,8 @@ def prepare_run(
         The arguments of ``run``.
     finder : DatasetFinder, optional
         Has the datasets that ranks get without being passed them as arguments.
+    tracked : callable, optional
+        Returns the MLflow run, for the arguments of `open_run`, which does so by default.
     """
     finder = finder or DatasetFinder()
     args, kwargs = finder.replace_in(args, kwargs, train_object)
@@ -583,7 +586,7 @@ def prepare_run(
     facts = {"num_processes": num_processes, "use_gpu": settings.use_gpu, **launcher.describe()}
     tracking: TrackedRun | Untracked = Untracked(NAMED_SERVER, NOT_TRACKED)
     if settings.is_tracked:
-        tracking = open_run(
+        tracking = (tracked or open_run)(
             printable(program.name),
             {"run_id": run_id, **facts},
             launcher.shares_disk,

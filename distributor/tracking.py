@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -49,6 +50,8 @@ from distributor.version import __version__
 from distributor.wire.messages import Stream
 
 T = TypeVar("T")
+PARENT_TAG = "mlflow.parentRunId"
+"""Of a run inside another: https://mlflow.org/docs/latest/api_reference/rest-api.html"""
 URI, EXPERIMENT_ID = "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID"
 CREDENTIALS = (
     "MLFLOW_TRACKING_TOKEN",
@@ -198,6 +201,36 @@ def open_run(
         return _untracked_after(error, uri)
 
 
+def open_child(
+    parent: TrackedRun, name: str, facts: Mapping[str, object], params: Mapping[str, object]
+) -> TrackedRun | Untracked:
+    """Create a run inside another one, with parameters and facts as its tags."""
+    mlflow: Any = import_module("mlflow")
+    tags = {f"distributor.{key}": str(value) for key, value in {"attempt": 0, **facts}.items()}
+    tags[PARENT_TAG] = parent.run_id
+
+    def create() -> TrackedRun:
+        client = mlflow.MlflowClient(parent.uri)
+        run = client.create_run(parent.experiment_id, run_name=name, tags=tags)
+        recorded = [mlflow.entities.Param(key, str(value)) for key, value in params.items()]
+        client.log_batch(run.info.run_id, params=recorded)
+        return TrackedRun(run.info.run_id, parent.experiment_id, parent.uri, created_for_job=True)
+
+    try:
+        return call_with_deadline(create)
+    except Exception as error:
+        return _untracked_after(error, parent.uri)
+
+
+def end_child(child: TrackedRun, metrics: Mapping[str, float], status: str) -> None:
+    """Record the last metrics of a run, and how it has ended."""
+    mlflow: Any = import_module("mlflow")
+    client, now = client_that_prints_no_link(child.uri), int(time.time() * 1000)
+    recorded = [mlflow.entities.Metric(name, value, now, 0) for name, value in metrics.items()]
+    client.log_batch(child.run_id, metrics=recorded)
+    client.set_terminated(child.run_id, status)
+
+
 def _untracked_after(error: Exception, uri: str) -> Untracked:
     """Warn that the store failed, or raise if it refuses the credentials."""
     if _is_unauthorized(error):
@@ -336,15 +369,16 @@ class Recorder(Listener):
     def progressed(self, rank: int, progress: Progress) -> None:
         """Record a rank's metrics."""
         if self._records_all:
-            self._record(progress, suffix=f"/rank_{rank}")
+            self.record(progress, suffix=f"/rank_{rank}")
         elif rank == 0:
-            self._record(progress)
+            self.record(progress)
 
     def used(self, usage: Progress) -> None:
         """Record the system metrics of a node."""
-        self._record(usage)
+        self.record(usage)
 
-    def _record(self, progress: Progress, suffix: str = "") -> None:
+    def record(self, progress: Progress, suffix: str = "") -> None:
+        """Record metrics. They are sent in the background."""
         timestamp, step = int(progress.at * 1000), int(progress.done)
         metric = self._mlflow.entities.Metric
         self._queue.put(

@@ -13,7 +13,21 @@ _FILES = (
     "DataFrame, or distributor.data.from_parquet(path). For other files, use torch's Dataset and "
     "DataLoader with distributor.train.torch.prepare_data_loader."
 )
+TUNE_INSTEAD = (
+    "Ray Tune's API is not supported. Write the search space as a function of a trial of Optuna, "
+    "and run the trials with distributor.tune.optimize(study, train, space, distributor)."
+)
 INSTEAD = {
+    **dict.fromkeys(
+        (
+            "distributor.tune.schedulers",
+            "distributor.tune.search",
+            "distributor.tune.integration",
+            "distributor.tune.stopper",
+            "distributor.tune.tuner",
+        ),
+        TUNE_INSTEAD,
+    ),
     "distributor.air.data": _FILES,
     "distributor.serverless_gpu.data": _FILES,
     "distributor.train.backend": (

@@ -149,6 +149,22 @@ def test_the_notebooks_without_spark(tmp_path: Path) -> None:
     assert ran.errors() == []
 
 
+@pytest.mark.slow(ci=True)
+def test_the_study(tmp_path: Path) -> None:
+    """Search with trials of two ranks, prune some, and load the best trial's model."""
+    for module in ("ipykernel", "matplotlib", "nbclient", "optuna", "sklearn"):
+        pytest.importorskip(module)
+    ran = Ran(run_here("study", tmp_path / "study"))
+    value, params = ran.value("study.best_value, study.best_params")
+    assert value > 0.95
+    assert set(params) == {"lr", "width", "dropout", "batch_size"}
+    epochs, unpruned = ran.value("epochs, TRIALS * EPOCHS")
+    assert epochs < unpruned
+    assert ran.value("accuracy(model), accuracy(model) == study.best_value") == (value, True)
+    assert len(list((tmp_path / "study" / "results").iterdir())) * 8 == unpruned
+    assert ran.errors() == []
+
+
 @pytest.mark.repository
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_notebook_is_of_one_run(name: str) -> None:

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from distributor.serverless import DistributedFunction
 pytestmark = pytest.mark.repository
 
 PACKAGE = Path(distributor.__file__).resolve().parent
-HEAVY = ("torch", "pyspark", "py4j", "mlflow", "ray", "pandas", "numpy", "pyarrow")
+HEAVY = ("torch", "pyspark", "py4j", "mlflow", "ray", "pandas", "numpy", "pyarrow", "optuna")
 
 LAYERS = [
     {"version", "errors", "serverless_errors", "source", "_compat"},
@@ -47,7 +49,7 @@ LAYERS = [
     {"runtime", "tracking", "unsupported"},
     {"torch_distributor"},
     {"deepspeed_distributor", "serverless", "train"},
-    {"ml", "ray"},
+    {"ml", "ray", "tune"},
     {"serverless_gpu", "air", "diagnosis"},
     {"", "cli", "demo"},
     {"__main__"},
@@ -278,6 +280,9 @@ CALLABLES = {
         for kind in (DistributedFunction, RayFunction)
         for method in ("distributed", "distributed_async", "with_overrides")
     },
+    **(
+        {"tune.optimize": import_module("distributor.tune").optimize} if find_spec("optuna") else {}
+    ),
     "air.ray_init": air.ray_init,
     "ray.ray_launch": ray_launch,
 }

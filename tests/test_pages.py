@@ -27,9 +27,9 @@ ELSEWHERE = {
     "docs/how-to/dynamic-allocation.md": "tests/launch/test_dynamic_allocation.py",
 }
 """Pages whose programs need another kind of session, or a compiler, and the tests that run them."""
-OPTIONAL = {"accelerate", "lightning", "mlflow", "peft", "ray", "transformers", "trl"}
+OPTIONAL = {"accelerate", "lightning", "mlflow", "optuna", "peft", "ray", "transformers", "trl"}
 """Packages without which a page is skipped."""
-WARNS = {"docs/how-to/hangs.md"}
+WARNS = {"docs/how-to/hangs.md", "docs/how-to/study.md"}
 """Pages whose programs show warnings of this package on purpose."""
 LEAST_BLOCKS = 60
 BLOCKS = {str(page.relative_to(ROOT)): python_blocks(page) for page in pages()}

@@ -21,6 +21,8 @@ FIRST = {
     "horovod": "migrate/others",
     "petastorm": "migrate/others",
     "hyperopt": "migrate/others",
+    "optuna": "how-to/study",
+    "hyperparameters": "how-to/study",
     "single gpu": "quick-start",
     "checkpoint": "how-to/checkpoints",
     "volume": "how-to/platforms",

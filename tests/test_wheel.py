@@ -23,6 +23,7 @@ from distributor.core.versions import DISTRIBUTION
 requirements: Any = pytest.importorskip("packaging.requirements")
 SPARK = "pip install 'torch-spark-distributor[spark]'"
 TRAIN = "pip install 'torch-spark-distributor[train]'"
+TUNE = "pip install 'torch-spark-distributor[tune]'"
 
 pytestmark = [
     pytest.mark.repository,
@@ -107,7 +108,7 @@ def test_it_has_the_name_and_requires_little(about: email.message.Message) -> No
     hard = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
     names = {re.split(r"[^\w-]", line)[0] for line in hard}
     assert names == {"cloudpickle", "nvidia-ml-py", "threadpoolctl", "torch"}
-    assert {"spark", "train", "mlflow", "ray"} <= set(about.get_all("Provides-Extra", []))
+    assert {"spark", "train", "mlflow", "ray", "tune"} <= set(about.get_all("Provides-Extra", []))
 
 
 def test_it_contains_the_package_only(wheel: Path) -> None:
@@ -164,6 +165,7 @@ error_of(lambda: distributed(gpus=2, use_gpu=False, remote=True)(print).distribu
 error_of(lambda: doctor(local_mode=False))
 error_of(lambda: TorchDistributor(2, use_gpu=False, storage_path="runs"))
 error_of(lambda: __import__("distributor.train.torch"))
+error_of(lambda: __import__("distributor.tune"))
 error_of(lambda: __import__("distributor.data", fromlist=["from_parquet"]).from_parquet)
 error_of(lambda: __import__("distributor.ray").ray.ray_launch(gpus=0)(print).distributed())
 """
@@ -180,6 +182,7 @@ def test_an_error_says_what_to_install(bare: Path, tmp_path: Path) -> None:
         spark,
         f"storage_path needs pyarrow and numpy, {has_not}: {TRAIN}.",
         f"distributor.train needs pyarrow and numpy, {has_not}: {TRAIN}.",
+        f"distributor.tune needs optuna, {has_not}: {TUNE}.",
         f"distributor.data.from_parquet needs pyarrow and numpy, {has_not}: {TRAIN}.",
         "Ray is not installed in this Python. Install the same version here and on all nodes: "
         "pip install 'torch-spark-distributor[ray]'.",

@@ -157,6 +157,8 @@ class Run:
         Its folder in the storage, while the run lasts.
     resumption : callable
         Returns a message about the checkpoint from which it resumes, if there is one.
+    has_status : bool
+        Whether its state is shown, besides what ranks print.
     """
 
     spec: RunSpec
@@ -172,6 +174,7 @@ class Run:
     recorder: Recorder | None = None
     folder: AbstractContextManager[None] = field(default_factory=nullcontext)
     resumption: Callable[[], str | None] = lambda: None
+    has_status: bool = True
 
     def notify(self, message: str, logger: str = LOGGER) -> None:
         """Show a message about this run."""
@@ -302,6 +305,26 @@ class Launcher:
             Hosts that stopped answering in the previous attempt.
         """
         raise NotImplementedError
+
+    def room(self) -> int | None:
+        """Return how many ranks there is room for at once, beside each other.
+
+        None if that is not known.
+        """
+        return None
+
+    @property
+    def ranks_per_task(self) -> int:
+        """How many ranks are started together: a run has a multiple of it."""
+        return 1
+
+    @property
+    def grows(self) -> bool:
+        """Whether there is more room once a run waits for it."""
+        return False
+
+    def check_room(self, num_ranks: int) -> None:
+        """Check that there can ever be room for so many ranks."""
 
     def opened(self, run: Run) -> AbstractContextManager[Launcher]:
         """Return what launches the attempts of one run.

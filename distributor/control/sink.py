@@ -148,8 +148,8 @@ class DriverSink:
         self._console = Console(
             lambda rank: shown == "all" if isinstance(shown, str) else rank in shown,
             prefix=lambda rank: run.label.prefix(rank, attempt.num_ranks),
-            status=lambda: progress.line(run.label.name),
-            has_progress=lambda: progress.is_reported,
+            status=lambda: progress.line(run.label.name) if run.has_status else "",
+            has_progress=lambda: run.has_status and progress.is_reported,
         )
         run.block.follow(progress)
         self._files: LogFiles | None = None

@@ -107,6 +107,11 @@ def require_arrow(what: str) -> None:
     _require(what, ("pyarrow", "numpy"), install_command("train"))
 
 
+def require_optuna(what: str) -> None:
+    """Raise ModuleNotFoundError if studies could not be made."""
+    _require(what, ("optuna",), install_command("tune"))
+
+
 def _require(what: str, packages: tuple[str, ...], command: str) -> None:
     if missing := _missing(packages):
         listed = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -51,6 +52,11 @@ class LocalLauncher(Launcher):
 
     def training(self, num_ranks: int) -> str:
         return f"local training with {counted(num_ranks, 'process', 'processes')}"
+
+    def room(self) -> int:
+        if self.gpus:
+            return len(self.gpus)
+        return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
     def capacity(self, run: Run, silent: Collection[str]) -> int:
         """Return the run's size, which the plan has adapted to this machine."""

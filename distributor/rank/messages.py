@@ -57,11 +57,14 @@ class Reported:
         The path or URI of the committed checkpoint; None if none was reported.
     preempted : bool
         Whether the ranks had received a preemption notice before the report.
+    number : int
+        Its number, from 1. Those up to the checkpoint from which an attempt resumes count too.
     """
 
     metrics: Sequence[Mapping[str, Any]]
     checkpoint: str | None = None
     preempted: bool = False
+    number: int = 0
 
 
 @dataclass(frozen=True)

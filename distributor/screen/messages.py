@@ -68,11 +68,13 @@ class RunLabel:
     ----------
     name : str
         The program's name.
+    is_needed : bool
+        Whether it is shown although no other run is active.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_needed: bool = False) -> None:
         self.name = name
-        self._is_needed = False
+        self._is_needed = is_needed
 
     def __enter__(self) -> RunLabel:
         with _lock:

@@ -141,6 +141,8 @@ INTERVAL = 0.5
 """Seconds between two updates."""
 MAX_ROWS = 16
 """The largest number of ranks that have a row each; of more, those that failed have one."""
+MAX_MESSAGES = 100
+"""The number of messages that are kept, the latest."""
 MAX_LINE = 120
 """Characters of a rank's last line."""
 COLORS = {"failed": RED, "finished": GREEN, "running": BLUE}
@@ -156,6 +158,11 @@ class RunBlock:
         Returns how messages call the run.
     facts : mapping of str to str
         What is known about the run before its start, such as its id, by name.
+
+    Attributes
+    ----------
+    progress : RunProgress or None
+        That of the current attempt.
     """
 
     def __init__(self, name: Callable[[], str], facts: Mapping[str, str]) -> None:
@@ -166,7 +173,7 @@ class RunBlock:
         self._due = 0.0
         self._shown = ""
         self._state = "waiting"
-        self._progress: RunProgress | None = None
+        self.progress: RunProgress | None = None
         self._messages: list[str] = []
         self._last: dict[int, bytes] = {}
         self._context = ExitStack()
@@ -184,8 +191,8 @@ class RunBlock:
         self._context.close()
         self._state = _state_after(error)
         self._facts["duration"] = duration(time.monotonic() - self._began)
-        if self._progress is not None and (hosts := set(self._progress.hosts.values())):
-            ranks = counted(self._progress.num_ranks, "rank")
+        if self.progress is not None and (hosts := set(self.progress.hosts.values())):
+            ranks = counted(self.progress.num_ranks, "rank")
             self._facts["ranks"] = f"{ranks} on {counted(len(hosts), 'host')}"
         if error is not None and self._state == "failed":
             self._facts["error"] = f"{type(error).__name__}: {first_line(error)}"
@@ -193,12 +200,12 @@ class RunBlock:
 
     def add_message(self, message: str) -> None:
         """Show a message about the run instead of earlier ones, which can be unfolded."""
-        self._messages.append(message)
+        self._messages = [*self._messages[1 - MAX_MESSAGES :], message]
         self._show()
 
     def follow(self, progress: RunProgress) -> None:
         """Show the progress of another attempt."""
-        self._progress, self._state = progress, "running"
+        self.progress, self._state = progress, "running"
         self._last.clear()
         self._show()
 
@@ -241,8 +248,8 @@ class RunBlock:
 
     def _text(self) -> str:
         """Return the block for front ends that show no HTML."""
-        if self._progress is not None and not self._is_over:
-            return self._progress.line(self._name())
+        if self.progress is not None and not self._is_over:
+            return self.progress.line(self._name())
         facts = self._facts.items() if self._is_over else ()
         return "\n".join([f"{self._name()}: {self._state}", *(f"{k}: {v}" for k, v in facts)])
 
@@ -252,12 +259,7 @@ class RunBlock:
         if not self._is_over:
             state += f", {duration(int(time.monotonic() - self._began))}"
         parts = [f"<div><strong>{escaped(self._name())}</strong>: {state}</div>"]
-        if self._progress is not None and self._progress.is_reported:
-            share = self._progress.share
-            bar = "" if share is None else f'<progress value="{share:.4f}"></progress> '
-            parts.append(f"<div>{bar}{escaped(self._progress.meter())}</div>")
-        if self._progress is not None and self._state != "finished":
-            parts += self._ranks(self._progress)
+        parts += self._content()
         if self._is_over:
             parts.append(table([name, linked(value)] for name, value in self._facts.items()))
         elif self._messages:
@@ -267,6 +269,14 @@ class RunBlock:
             parts.append(f"<details><summary>Messages</summary>{lines}</details>")
         border = f"border-left: 3px solid {color}; padding-left: 8px"
         return f'<div style="{border}">{"".join(parts)}</div>'
+
+    def _content(self) -> Iterator[str]:
+        if self.progress is not None and self.progress.is_reported:
+            share = self.progress.share
+            bar = "" if share is None else f'<progress value="{share:.4f}"></progress> '
+            yield f"<div>{bar}{escaped(self.progress.meter())}</div>"
+        if self.progress is not None and self._state != "finished":
+            yield from self._ranks(self.progress)
 
     def _ranks(self, progress: RunProgress) -> Iterator[str]:
         states = progress.states

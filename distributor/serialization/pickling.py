@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import linecache
 import os
@@ -10,9 +11,10 @@ import pickle
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import cloudpickle
@@ -52,10 +54,19 @@ class PickledCall:
     sources: dict[str, list[str]]
     imports: frozenset[str] = frozenset()  # full names
     uses_environment: bool = True  # whether it mentions the process's environment variables
+    names: frozenset[str] = frozenset()  # of the driver's main module that it has
 
     @property
     def size(self) -> int:
         return sum(memoryview(buffer).nbytes for buffer in (self.payload, *self.buffers))
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """What identifies the call."""
+        content = hashlib.sha256()
+        for buffer in (self.payload, *self.buffers):
+            content.update(memoryview(buffer))
+        return content.digest()
 
     def load(
         self, main: dict[str, Any] | None = None
@@ -93,8 +104,17 @@ class PickledCall:
 
 
 def dump_call(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    explained: Callable[..., Any] | None = None,
+    given: Collection[str] = (),
 ) -> PickledCall:
+    """Pickle a call. Errors are about another function if `explained` is one.
+
+    Names of the main module that are given are there when it is loaded, and are not pickled again.
+    """
     main = sys.modules["__main__"]
     if main.__name__ in MAIN_MODULES[1:]:
         cloudpickle.register_pickle_by_value(main)
@@ -103,12 +123,13 @@ def dump_call(
         pickler = None
         with suppress(Exception):  # a class that cannot be pickled, though its objects can
             likely = _parts_of_main(function, *args, *kwargs.values())
-            pickler = _CallPickler(likely, call)
-        pickler = pickler or _CallPickler((), call)
+            pickler = _CallPickler(likely, call, given)
+        pickler = pickler or _CallPickler((), call, given)
         if pickler.late:
-            pickler = _CallPickler(pickler.names.values(), call)
+            pickler = _CallPickler(pickler.names.values(), call, given)
     except Exception as error:
-        raise UnpicklableError(explain_call(function, args, kwargs, error)) from error
+        explanation = explain_call(explained or function, args, kwargs, error)
+        raise UnpicklableError(explanation) from error
     return pickler.pickled()
 
 
@@ -310,8 +331,8 @@ class _CallPickler(oob_pickle.Pickler):
     ``late`` says whether the call has parts of the main module that are not among those given.
     """
 
-    def __init__(self, of_main: Iterable[Any], call: Any) -> None:
-        self._file = io.BytesIO()
+    def __init__(self, of_main: Iterable[Any], call: Any, given: Collection[str]) -> None:
+        self._file, self._given = io.BytesIO(), given
         super().__init__(self._file)
         self.sources: dict[str, list[str]] = {}
         self.imports: set[str] = set()
@@ -338,9 +359,15 @@ class _CallPickler(oob_pickle.Pickler):
             self.sources,
             frozenset(self.imports),
             uses_environment=b"environ" in payload or b"putenv" in payload,
+            names=frozenset(self.names),
         )
 
     def reducer_override(self, obj: Any) -> Any:
+        if self._given and getattr(obj, "__module__", None) in MAIN_MODULES:
+            path = getattr(obj, "__qualname__", None)
+            is_there = isinstance(path, str) and attribute(self._main, path) is obj
+            if is_there and path.partition(".")[0] in self._given:  # type: ignore[union-attr]
+                return _main_value, (path,)
         if isinstance(obj, types.FunctionType):
             self.imports.update(imports_in_code(obj.__code__))
             filename = obj.__code__.co_filename
@@ -397,6 +424,8 @@ class _CallUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
+        if found is _main_value:
+            return lambda path: attribute(SimpleNamespace(**self._namespace), path)
         return (lambda: self._namespace) if found is _main_namespace else found
 
 
@@ -408,6 +437,10 @@ class _MainNamespace(dict[str, Any]):
 
 
 def _main_namespace() -> dict[str, Any]:
+    raise RuntimeError("only a _CallUnpickler knows it")
+
+
+def _main_value(path: str) -> Any:
     raise RuntimeError("only a _CallUnpickler knows it")
 
 

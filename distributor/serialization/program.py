@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from distributor.core.module_search import Location
 from distributor.serialization import oob_pickle
@@ -37,22 +37,46 @@ class _Program:
 
 @dataclass(frozen=True)
 class Call(_Program):
-    """A function with its arguments."""
+    """A function with its arguments, of which some may be pickled separately.
+
+    `further` has those that differ among runs of one `SharedFunction`. Its function is not called.
+    """
 
     call: PickledCall
+    further: PickledCall | None = None
+
+    @property
+    def parts(self) -> tuple[PickledCall, ...]:
+        """What is pickled."""
+        return (self.call,) if self.further is None else (self.call, self.further)
 
     @property
     def size(self) -> int:
-        return self.call.size
+        return sum(part.size for part in self.parts)
 
     @property
     def imports(self) -> frozenset[str]:
         """The full names that the pickled functions import: modules, and perhaps parts of them."""
-        return self.call.imports
+        return frozenset().union(*(part.imports for part in self.parts))
+
+    @property
+    def uses_environment(self) -> bool:
+        """Whether it mentions the process's environment variables."""
+        return any(part.uses_environment for part in self.parts)
 
     def mentions(self, name: bytes) -> bool:
         """Return whether the pickled functions and values contain a name, in lower case or not."""
-        return bool(re.search(re.escape(name), self.call.payload, re.IGNORECASE))
+        found = re.compile(re.escape(name), re.IGNORECASE)
+        return any(found.search(part.payload) for part in self.parts)
+
+    def load(
+        self, main: dict[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Return the function, its positional and its keyword arguments; fill the main module."""
+        (function, args, kwargs), *further = (part.load(main) for part in self.parts)
+        for _, others, named in further:
+            args, kwargs = (*args, *others), {**kwargs, **named}
+        return function, args, kwargs
 
 
 @dataclass(frozen=True)
@@ -116,8 +140,26 @@ def write_files(args: Iterable[Argument], folder: str) -> list[str]:
     return written
 
 
-def in_file(program: Program) -> BinaryIO:
+@dataclass(frozen=True)
+class ContinuedCall:
+    """A call in a file of this node, with arguments that differ among runs."""
+
+    path: str
+    further: PickledCall
+
+
+def in_file(program: Program | ContinuedCall) -> BinaryIO:
     """Write a program to an anonymous file, which the ranks of a node can map."""
     file = oob_pickle.anonymous_file()
     oob_pickle.pack(program, file)
     return file
+
+
+def load_program(file: int) -> Program:
+    """Map the file of a program, and return the program."""
+    found: Program | ContinuedCall = oob_pickle.unpack(file)
+    if not isinstance(found, ContinuedCall):
+        return found
+    with open(found.path, "rb") as shared:
+        call: Call = oob_pickle.unpack(shared.fileno())
+    return replace(call, further=found.further)

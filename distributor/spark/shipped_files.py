@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from distributor.core.files import atomic_path
+from distributor.serialization.pickling import PickledCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +25,13 @@ class ProgramFile:
         The file's name among Spark's files.
     dropped : tuple of str
         The names of such files that no run needs any more.
+    further : PickledCall or None
+        Arguments that are not in the file, because they differ among runs of its function.
     """
 
     name: str
     dropped: tuple[str, ...]
+    further: PickledCall | None = None
 
 
 def spark_files_folder() -> Path:

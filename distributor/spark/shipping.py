@@ -16,7 +16,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +25,10 @@ from distributor import source
 from distributor._compat import pyspark as private
 from distributor.core.resources import format_bytes
 from distributor.errors import DistributorError
-from distributor.screen.messages import notify, warn_if_source_changed
+from distributor.screen.messages import notify, shows_notices, warn_if_source_changed
 from distributor.serialization import oob_pickle
 from distributor.serialization.pickle_diagnostics import heaviest
+from distributor.serialization.pickling import PickledCall
 from distributor.serialization.program import Call, Program
 from distributor.spark.session import Session
 from distributor.spark.shipped_files import ProgramFile
@@ -203,20 +204,30 @@ def send_program(session: Session, program: Program) -> Program | ProgramFile:
     """
     if program.size <= LARGE_PROGRAM:
         return program
-    if isinstance(program, Call):
-        path, weight = heaviest(*program.call.load())
+    if isinstance(program, Call) and shows_notices():
+        where = ""
+        with contextlib.suppress(Exception):  # only ranks can load some arguments, such as shards
+            heavy, weight = heaviest(*program.call.load())
+            where = f", {format_bytes(weight)} of it in {heavy}"
+        size = format_bytes(program.size)
         notify(
-            f"'{program.name}' takes {format_bytes(program.size)} to the ranks, "
-            f"{format_bytes(weight)} of it in {path}. It is sent to each executor once."
+            f"'{program.name}' takes {size} to the ranks{where}. It is sent to each executor once."
         )
+    further = program.further if isinstance(program, Call) else None
+    if isinstance(program, Call) and further and further.size <= LARGE_PROGRAM:
+        program = replace(program, further=None)  # the same file for all runs of its function
+    else:
+        further = None
+    # Before it is pickled: a call keeps its digest.
+    digests = [part.digest for part in program.parts] if isinstance(program, Call) else []
     pickled = io.BytesIO()
     pickler = oob_pickle.Pickler(pickled)
     pickler.dump(program)
     payload = pickled.getbuffer()
-    # Large arrays and tensors are not copied.
-    pieces = [payload, *oob_pickle.pieces(payload.nbytes, pickler.buffers)]
 
     def write(path: Path) -> None:
+        # Large arrays and tensors are not copied.
+        pieces = [payload, *oob_pickle.pieces(payload.nbytes, pickler.buffers)]
         size = sum(memoryview(piece).nbytes for piece in pieces)
         if (free := shutil.disk_usage(path.parent).free) < size:
             raise DistributorError(
@@ -228,15 +239,13 @@ def send_program(session: Session, program: Program) -> Program | ProgramFile:
         with path.open("wb") as file:
             file.writelines(pieces)
 
-    content = hashlib.sha256()
-    for piece in pieces:
-        content.update(piece)
-    sent = _program_file(session, content.hexdigest())
+    content = hashlib.sha256(b"".join([payload, *digests]))
+    sent = _program_file(session, content.hexdigest(), further)
     send_file(session, sent.name, write)
     return sent
 
 
-def _program_file(session: Session, digest: str) -> ProgramFile:
+def _program_file(session: Session, digest: str, further: PickledCall | None) -> ProgramFile:
     """Return the file of a program, and empty those that are no longer kept."""
     with _lock:
         programs = _SENT.setdefault(session.spark, _Sent())
@@ -247,7 +256,7 @@ def _program_file(session: Session, digest: str) -> ProgramFile:
         for old in [each for each in programs.kept if programs.kept[each] not in used][:-KEPT]:
             programs.dropped.append(programs.kept.pop(old))
             _empty(session, programs.dropped[-1])
-        sent = ProgramFile(name, tuple(programs.dropped))
+        sent = ProgramFile(name, tuple(programs.dropped), further)
         _used.add(sent)
     return sent
 

@@ -288,8 +288,9 @@ def _paths_in(error: OSError) -> Iterator[str]:
 def _relative_paths_in(program: Program) -> Iterator[str]:
     """Yield what may be the name of a folder among the arguments of a program."""
     if isinstance(program, Call):
-        texts = re.findall(rb"[\w.-]+(?:/[\w.-]+)*", memoryview(program.call.payload)[:LARGE_FILE])
-        yield from (text.decode() for text in texts if len(text) > 1)
+        for part in program.parts:
+            texts = re.findall(rb"[\w.-]+(?:/[\w.-]+)*", memoryview(part.payload)[:LARGE_FILE])
+            yield from (text.decode() for text in texts if len(text) > 1)
     yield from (arg for arg in program.args if isinstance(arg, str) and not os.path.isabs(arg))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -339,6 +340,30 @@ class TorchTrainer:
         )
 
     can_restore = restore
+
+
+def prepare_fit(
+    trainer: TorchTrainer, config: Mapping[str, Any], name: str
+) -> tuple[WorkerLoop, dict[str, Any], TorchDistributor, AbstractContextManager[object]]:
+    """Return the parts of a fit: what runs, its datasets, its distributor, and its validations.
+
+    Parameters
+    ----------
+    trainer : TorchTrainer
+        The trainer, which stays as it is.
+    config : mapping
+        Replaces its ``train_loop_config``.
+    name : str
+        Replaces the name of its ``run_config``.
+    """
+    changed = copy(trainer)
+    changed.train_loop_config = config
+    changed.run_config = replace(trainer.run_config, name=name)
+    changed.train_run_context = replace(
+        trainer.train_run_context, run_config=changed.run_config, train_loop_config=config
+    )
+    distributor, _, validations = changed._prepare()
+    return changed._checked_loop(), changed._datasets(), distributor, validations
 
 
 @dataclass(frozen=True, repr=False)

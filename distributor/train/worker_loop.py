@@ -107,12 +107,18 @@ class WorkerLoop:
     def __name__(self) -> str:
         return name_of(self.func)
 
-    def __call__(self, datasets: Mapping[str, DatasetShard] | None = None) -> Any:
-        """Run the function; storage is checked first, not at the first report."""
+    def __call__(
+        self, datasets: Mapping[str, DatasetShard] | None = None, config: Any = None
+    ) -> Any:
+        """Run the function, perhaps with another configuration.
+
+        Storage is checked first, not at the first report.
+        """
         session.dataset_shards = datasets or {}
         session.start_reporter(self.filesystem, self.resume_from)
         with process_group(self.torch_config):
-            return self.func(*self._args())
+            args = self._args() if config is None else loop_arguments(self.func, config)
+            return self.func(*args)
 
     def run_in_process(
         self, name: str, datasets: Mapping[str, DatasetShard]

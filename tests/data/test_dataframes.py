@@ -52,6 +52,19 @@ def test_each_row_reaches_one_rank(distribute: Make, spark: Any) -> None:
     assert all(texts == list(map(str, found)) for found, texts, _ in shares)
 
 
+def test_a_frame_beside_a_large_program(spark: Any, capfd: Any) -> None:
+    """Only ranks can load the arguments, so that nobody knows which of them is large."""
+    large = bytes(2**20)
+
+    def count(shard: Any) -> int:
+        return len(large) + int(shard.count())
+
+    assert TorchDistributor(2, local_mode=False, use_gpu=False).run(count, spark.range(8)) == (
+        len(large) + 4
+    )
+    assert "'count' takes 1.05 MB to the ranks. It is sent" in capfd.readouterr().err
+
+
 ODD_NAMES = ["a", "a.b", "A", "*", "", "a`b", "a'\"b", "a\nb", "日本 c"]
 
 

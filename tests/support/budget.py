@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 25_810,
-    "modules in distributor/": 177,
-    "lines in tests/": 30_000,
+    "lines of code in distributor/": 26_861,
+    "modules in distributor/": 186,
+    "lines in tests/": 30_780,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 ON_CLUSTER = ("walkthrough", "serverless", "dataframes", "estimator", "lora")
 """Those that need Spark and a tracking server."""
-NAMES = (*ON_CLUSTER, "fsdp", "fsdp2")
+NAMES = (*ON_CLUSTER, "fsdp", "fsdp2", "study")
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
 """Variables that switch off MLflow's usage reports."""
 PLAIN = {

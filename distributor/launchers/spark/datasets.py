@@ -12,8 +12,9 @@ import os
 import queue
 import re
 import tempfile
+import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -115,7 +116,7 @@ class Datasets:
         given: Sequence[SparkDataset],
         positions: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._given = given
+        self.given = given
         self._positions = positions
         self._datasets: list[ChunkedDataset] = []
         self._session = Session(given[0].frame.sparkSession)
@@ -123,6 +124,12 @@ class Datasets:
         self._file: BinaryIO | None = None
         self._frame: tuple[object, Any] | None = None
         self._kept_rows = contextlib.ExitStack()  # of `_frame`
+        self.lock = threading.Lock()
+
+    @property
+    def key(self) -> Hashable:
+        """What is equal for datasets of the same DataFrames, shared by ranks in the same way."""
+        return tuple((id(each.frame), each.equal, each.split, each.name) for each in self.given)
 
     @property
     def specs(self) -> tuple[DatasetSpec, ...]:
@@ -134,20 +141,17 @@ class Datasets:
         self, run_id: str, call_site: CallSite, pool: str | None, cancellation: Cancellation
     ) -> Iterator[None]:
         """Compute the DataFrames. Spark keeps their rows for the duration of the context."""
-        self._job = functools.partial(
-            SparkJob, self._session, tag=f"{run_id}-data", call_site=call_site, pool=pool
-        )
-        self._cancellation = cancellation
+        self._prepare_jobs(run_id, call_site, pool, cancellation)
         with no_progress_bar(self._session), contextlib.ExitStack() as kept, self._kept_rows:
             frames = [
-                kept.enter_context(_kept(_chunks(each, self._session))) for each in self._given
+                kept.enter_context(_kept(_chunks(each, self._session))) for each in self.given
             ]
             self._datasets = [
                 ChunkedDataset(
                     frame, [(row.part, row.number) for row in rows], _spec_of(dataset, rows)
                 )
                 for frame, dataset, rows in zip(
-                    frames, self._given, self._indexes(frames), strict=True
+                    frames, self.given, self._indexes(frames), strict=True
                 )
             ]
             try:
@@ -155,6 +159,14 @@ class Datasets:
             finally:
                 if self._file is not None:
                     self._file.close()
+
+    def _prepare_jobs(
+        self, run_id: str, call_site: CallSite, pool: str | None, cancellation: Cancellation
+    ) -> None:
+        self._job = functools.partial(
+            SparkJob, self._session, tag=f"{run_id}-data", call_site=call_site, pool=pool
+        )
+        self._cancellation = cancellation
 
     def _indexes(self, frames: Sequence[Any]) -> list[list[Any]]:
         """Compute all chunks in one job, and return what describes those of each DataFrame."""
@@ -165,7 +177,7 @@ class Datasets:
             frame.select(functions.lit(number).alias("dataset"), *columns)
             for number, frame in enumerate(frames)
         ]
-        names = ", ".join(dataset.name for dataset in self._given)
+        names = ", ".join(dataset.name for dataset in self.given)
         indexes: list[list[Any]] = [[] for _ in frames]
         for row in self._run(_union(selected), f"Rows of {names}"):
             indexes[row.dataset].append(row)
@@ -309,6 +321,40 @@ class Datasets:
             frame = dataset.frame.select("part", "number", "message")
             self._run(frame, f"Rows of {dataset.spec.name} for ranks here", write)
         writer.finish(0)
+
+
+class SharedDatasets(Datasets):
+    """The datasets of one of several runs, for which others of the same key have been opened.
+
+    Parameters
+    ----------
+    opened : Datasets
+        The others. Rows are computed once, and distributed once to so many nodes.
+    of_run : Datasets
+        The datasets that the run would have alone.
+    """
+
+    def __init__(self, opened: Datasets, of_run: Datasets) -> None:
+        super().__init__(of_run.given, of_run._positions)
+        self._datasets, self._opened = opened._datasets, opened
+
+    @contextlib.contextmanager
+    def opened(
+        self, run_id: str, call_site: CallSite, pool: str | None, cancellation: Cancellation
+    ) -> Iterator[None]:
+        self._prepare_jobs(run_id, call_site, pool, cancellation)
+        with self._kept_rows:
+            yield
+
+    def frame(self, num_nodes: int, ranks_per_node: int) -> Any:
+        if self._resumed_epochs():  # of this run alone
+            return super().frame(num_nodes, ranks_per_node)
+        with self._opened.lock:
+            return self._opened.frame(num_nodes, ranks_per_node)
+
+    def file(self) -> BinaryIO:
+        with self._opened.lock:
+            return self._opened.file()
 
 
 @contextlib.contextmanager

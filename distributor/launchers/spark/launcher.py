@@ -91,8 +91,25 @@ class SparkLauncher(Launcher):
         }
 
     def opened(self, run: Run) -> AbstractContextManager[Launcher]:
-        Slots(self.session, self.plan).check_limit(self.min_tasks(run))
+        self.check_room(run.spec.min_processes)
         return super().opened(run)
+
+    @property
+    def ranks_per_task(self) -> int:
+        return self.plan.ranks_per_task
+
+    @property
+    def grows(self) -> bool:
+        return self.session.allocates_dynamically
+
+    def check_room(self, num_ranks: int) -> None:
+        Slots(self.session, self.plan).check_limit(-(-num_ranks // self.plan.ranks_per_task))
+
+    def room(self) -> int | None:
+        if self.plan.driver_gpus:  # of which each run takes the first ones
+            return self.plan.num_ranks
+        tasks = Executors(self.session).slots(Slots(self.session, self.plan).profile)
+        return None if tasks is None else tasks * self.plan.ranks_per_task
 
     def capacity(self, run: Run, silent: Collection[str]) -> int:
         """Return how many of the run's ranks there are slots for.
@@ -286,7 +303,7 @@ class GangLauncher(SparkLauncher):
     @contextlib.contextmanager
     def opened(self, run: Run) -> Iterator[Launcher]:
         """Open the hub to which the tasks connect."""
-        Slots(self.session, self.plan).check_limit(self.min_tasks(run))
+        self.check_room(run.spec.min_processes)
         if self.session.requested:
             notify(f"Spark starts executors for this run: {executor_size(self.session)} each.")
         hub = self.new_hub(run.spec.settings, is_required=True)

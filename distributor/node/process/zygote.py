@@ -16,7 +16,7 @@ Life cycle:
 3. *Idle*: two seconds without a request it also imports what the ranks of a `TorchTrainer` need,
    for the next attempt of a run that fails, and then what the first optimizer of a rank would
    otherwise spend a second on. The latter comes half a minute later if there are supervisors,
-   because their ranks may be starting.
+   because their ranks may be starting. After `MANY_RUNS` runs, as in a study, it waits no longer.
 4. *Exit*: when the owner has died, a client asks for it (`ShutDown`), it has been idle for half an
    hour, or its reply was `Refused` or `Stale`. Its supervisors and their runs continue, except that
    they too end with the owner.
@@ -92,6 +92,7 @@ IDLE_IMPORTS = (*TRAINER_IMPORTS, *OPTIMIZER_IMPORTS)
 IDLE_IMPORT_SECONDS = float(os.environ.get("DISTRIBUTOR_IDLE_IMPORT_SECONDS", "2"))
 # The same for those that take long, while there are supervisors: their ranks use the CPUs.
 BUSY_IMPORT_SECONDS = 15 * IDLE_IMPORT_SECONDS
+MANY_RUNS = 4  # after which more are likely
 IDLE_EXIT_SECONDS = 1800.0
 SUPERVISOR_EXIT_SECONDS = 20.0  # to end with the owner: a supervisor that hangs in a fork does not
 LOAD_SECONDS = 600  # for the first imports
@@ -274,6 +275,7 @@ class _Zygote:
         self._owner = os.pidfd_open(owner)
         self._clients: set[socket.socket] = set()  # that have not sent their request yet
         self._supervisors: dict[int, int] = {}  # pidfds, by process id
+        self._num_runs = 0
         self._helpers: set[int] = set()  # children that an imported module has started
         self._idle_imports = list(IDLE_IMPORTS)
         self._selector = selectors.DefaultSelector()
@@ -298,6 +300,8 @@ class _Zygote:
     def _idle_seconds(self) -> float | None:
         if not self._idle_imports:
             return None if self._supervisors else IDLE_EXIT_SECONDS
+        if self._num_runs >= MANY_RUNS:
+            return 0.0
         takes_long = self._idle_imports[0] not in TRAINER_IMPORTS
         return BUSY_IMPORT_SECONDS if takes_long and self._supervisors else IDLE_IMPORT_SECONDS
 
@@ -389,6 +393,7 @@ class _Zygote:
                 agent.sendall(pickle.dumps(Forked(pid)))
             except OSError:  # the agent has ended, or its run was cancelled
                 kill(pid)
+            self._num_runs += 1
             self._supervisors[pid] = pidfd = os.pidfd_open(pid)
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._handle_end(pid))
             return None

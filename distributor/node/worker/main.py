@@ -40,9 +40,9 @@ from distributor.node.worker.stacks import enable_stack_dumps, write_collectives
 from distributor.rank import messages
 from distributor.rank.context import WorkerContext, enter_worker, finish_gpu_work
 from distributor.rank.import_hooks import after_import
-from distributor.serialization import oob_pickle, pickling
+from distributor.serialization import pickling
 from distributor.serialization.outcome import failure_of
-from distributor.serialization.program import Call, Program, Script, write_files
+from distributor.serialization.program import Call, Script, load_program, write_files
 
 BATCH_SECONDS = 0.005
 """Seconds between two writes while a rank prints very many lines; a crash loses no more."""
@@ -211,18 +211,17 @@ def _run_program(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
 
 def _load_program(worker_spec: WorkerSpec) -> Callable[[], Any]:
     """Set the main module and the command line that the program sees; return what runs it."""
-    program = oob_pickle.unpack(worker_spec.program)
-    assert isinstance(program, Program)
+    program = load_program(worker_spec.program)
     create_main_module(worker_spec.program if isinstance(program, Call) else None)
     # To hide torch takes milliseconds, and a preloaded module may have imported it for the program.
-    may_set_variables = not isinstance(program, Call) or program.call.uses_environment
+    may_set_variables = not isinstance(program, Call) or program.uses_environment
     if may_set_variables and not worker_spec.has_preloads:
         libraries.read_variables_at_import()
     name = program.path if isinstance(program, Script) else program.name
     sys.argv = [name, *write_files(program.args, worker_spec.scratch)]
     find_at(program.located)
     if isinstance(program, Call):
-        function, args, kwargs = program.call.load(vars(sys.modules["__main__"]))
+        function, args, kwargs = program.load(vars(sys.modules["__main__"]))
         kept_until_end.append(function)  # its globals may be those of no module
         run = partial(function, *args, **kwargs)
     else:

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from distributor.serialization import oob_pickle
+from distributor.serialization.program import Call, load_program
 
 # Names the file with a rank's program for the processes that the rank starts.
 PROGRAM_VARIABLE = "DISTRIBUTOR_PROGRAM"
@@ -59,7 +59,10 @@ def load_main_module(namespace: dict[str, Any]) -> None:
     namespace["__spec__"] = _Spec(NAME, None)
     sys.modules["__main__"] = sys.modules[namespace["__name__"]]
     with open(os.environ[PROGRAM_VARIABLE], "rb") as file:
-        oob_pickle.unpack(file.fileno()).call.load_main(namespace)
+        program = load_program(file.fileno())
+    assert isinstance(program, Call)
+    for part in program.parts:
+        part.load_main(namespace)
 
 
 if __name__ == "__mp_main__":

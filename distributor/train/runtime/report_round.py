@@ -379,7 +379,8 @@ class ReportRounds:
             ) from error
         path = self._storage.checkpoint(name).path if checkpoint else None
         metrics = [part["metrics"] for part in parts]
-        worker_context().send(Reported(metrics, path, parts[0]["preempted"]))
+        preempted, number = parts[0]["preempted"], request.number + 1
+        worker_context().send(Reported(metrics, path, preempted, number))
         return checkpoint
 
 

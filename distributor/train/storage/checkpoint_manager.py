@@ -215,12 +215,18 @@ def _best(
 
 def score_of(metrics: Mapping[str, Any], name: str) -> float | None:
     """Return a metric by its name, or by a path such as ``val/loss``; None if it is no number."""
+    found = metric_in(metrics, name)
+    return found if isinstance(found, (int, float)) and not math.isnan(found) else None
+
+
+def metric_in(metrics: Mapping[str, Any], name: str) -> Any:
+    """Return a metric by its name, or by a path such as ``val/loss``; None if there is none."""
     found: Any = metrics.get(name)
     if found is None:
         found = metrics
         for key in name.split("/"):
             found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, (int, float)) and not math.isnan(found) else None
+    return found
 
 
 LOG_INTERVAL = 10.0

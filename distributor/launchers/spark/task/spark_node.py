@@ -31,7 +31,13 @@ from distributor.node.process import zygote
 from distributor.node.process.specs import NodeShare
 from distributor.node.process.supervisor import Interpreter, is_supported
 from distributor.node.worker.libraries import SPARK_FILES
-from distributor.serialization.program import Module, Program, Script, in_file
+from distributor.serialization.program import (
+    ContinuedCall,
+    Module,
+    Program,
+    Script,
+    in_file,
+)
 from distributor.spark.shipped_files import (
     ProgramFile,
     made_once,
@@ -74,7 +80,10 @@ def program_file(program: Program | ProgramFile) -> BinaryIO:
     folder = spark_files_folder()
     for name in program.dropped:
         (folder / name).unlink(missing_ok=True)
-    return (folder / program.name).open("rb")
+    path = folder / program.name
+    if program.further is None:
+        return path.open("rb")
+    return in_file(ContinuedCall(str(path), program.further))
 
 
 def program_on_this_node(program: Program) -> Program:
