@@ -103,6 +103,24 @@ facts["after idling"] = ranks(2).run(reduce)
     assert [found[name][0] for name in ("first", "after idling")] == [3, 2]
 
 
+@pytest.mark.slow
+def test_executors_come_with_a_study_and_go_after_it(run_driver: RunDriver) -> None:
+    """A trial waits for slots on a cluster that never has as many as Spark may ask for."""
+    pytest.importorskip("optuna")
+    lines = """
+import optuna
+from distributor.tune import optimize
+study, counts = optuna.create_study(), []
+count = lambda *_: counts.append(executors())
+optimize(study, lambda: 1, lambda _: (), ranks(), n_trials=4, callbacks=[count])
+facts["states"] = [trial.state.name for trial in study.trials]
+facts["came"] = max(counts) >= 2
+until(lambda: executors() == 0)
+"""
+    found = facts_of(run_driver, lines, DYNAMIC | {"spark.dynamicAllocation.maxExecutors": "9"})
+    assert found == {"states": ["COMPLETE"] * 4, "came": True}
+
+
 def test_the_programs_of_the_page(run_driver: RunDriver) -> None:
     page = PAGES / "how-to" / "dynamic-allocation.md"
     done = run_driver(f"{START}\n{as_script(page)}\nspark.stop()", json.dumps(DYNAMIC))

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LIMITS = {
     "lines of code in distributor/": 26_861,
     "modules in distributor/": 186,
-    "lines in tests/": 30_780,
+    "lines in tests/": 30_798,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
