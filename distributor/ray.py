@@ -26,6 +26,7 @@ from distributor.core.addresses import host_name
 from distributor.core.cell_errors import ends_at_caller
 from distributor.core.files import create_elsewhere
 from distributor.core.gpus import AcceleratorType, GPUType
+from distributor.core.rank_variables import THREADS_VARIABLE
 from distributor.core.text import listed
 from distributor.core.versions import install_command, release
 from distributor.data.dataframes import DatasetFinder
@@ -58,7 +59,6 @@ STOP_SECONDS = 5.0
 _LOG_BYTES = 4000
 """Bytes at the end of a node's log that an error shows."""
 ADDRESS_VARIABLE = "RAY_ADDRESS"
-THREADS_VARIABLE = "OMP_NUM_THREADS"
 END_POLL_SECONDS = 0.2
 """Seconds between two looks of a node at whether the function has ended."""
 

@@ -183,8 +183,7 @@ def open_run(
 
     def find_or_create() -> TrackedRun:
         client = mlflow.MlflowClient(uri)
-        tags = {"attempt": 0, **facts, **_versions()}
-        job_tags = {f"distributor.{key}": str(value) for key, value in tags.items()}
+        job_tags = _tags_of({**facts, **_versions()})
         if existing is None:
             run = client.create_run(default_experiment_id(), run_name=name, tags=job_tags)
         else:
@@ -201,13 +200,17 @@ def open_run(
         return _untracked_after(error, uri)
 
 
+def _tags_of(facts: Mapping[str, object]) -> dict[str, str]:
+    """Return the tags of a new run."""
+    return {f"distributor.{key}": str(value) for key, value in {"attempt": 0, **facts}.items()}
+
+
 def open_child(
     parent: TrackedRun, name: str, facts: Mapping[str, object], params: Mapping[str, object]
 ) -> TrackedRun | Untracked:
     """Create a run inside another one, with parameters and facts as its tags."""
     mlflow: Any = import_module("mlflow")
-    tags = {f"distributor.{key}": str(value) for key, value in {"attempt": 0, **facts}.items()}
-    tags[PARENT_TAG] = parent.run_id
+    tags = {**_tags_of(facts), PARENT_TAG: parent.run_id}
 
     def create() -> TrackedRun:
         client = mlflow.MlflowClient(parent.uri)

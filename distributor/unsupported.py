@@ -18,16 +18,10 @@ TUNE_INSTEAD = (
     "and run the trials with distributor.tune.optimize(study, train, space, distributor)."
 )
 INSTEAD = {
-    **dict.fromkeys(
-        (
-            "distributor.tune.schedulers",
-            "distributor.tune.search",
-            "distributor.tune.integration",
-            "distributor.tune.stopper",
-            "distributor.tune.tuner",
-        ),
-        TUNE_INSTEAD,
-    ),
+    **{
+        f"distributor.tune.{name}": TUNE_INSTEAD
+        for name in ("integration", "schedulers", "search", "stopper", "tuner")
+    },
     "distributor.air.data": _FILES,
     "distributor.serverless_gpu.data": _FILES,
     "distributor.train.backend": (

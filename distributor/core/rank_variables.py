@@ -18,6 +18,8 @@ FIRST, ALL = "first", "all"
 NAMED_SERVER = "named"
 NO_RANK = "none"  # nothing is logged, whatever address the code names
 
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
 # Limits for ranks that the user has not set: MLflow's own hold training up for minutes.
 HTTP_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 # The reason that rank 0 prints if the driver passed none.

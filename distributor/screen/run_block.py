@@ -63,6 +63,11 @@ class RunProgress:
         return self._latest is not None
 
     @property
+    def all_started(self) -> bool:
+        """Whether all ranks have started."""
+        return len(self.hosts) == self.num_ranks
+
+    @property
     def states(self) -> dict[int, str]:
         """The state of each rank: "starting", "running", "finished" or "failed"."""
         states = dict.fromkeys(range(self.num_ranks), "starting")
@@ -71,7 +76,7 @@ class RunProgress:
     def start(self, ranks: Iterable[int], host: str) -> None:
         """Record that ranks have started. The time starts with the last of them."""
         self.hosts.update(dict.fromkeys(ranks, host))
-        if len(self.hosts) == self.num_ranks:
+        if self.all_started:
             self._began = self._clock()
 
     def end(self, ranks: Iterable[int], state: str) -> None:
@@ -117,7 +122,7 @@ class RunProgress:
         return f"{done}/{total} [{_interval(elapsed)}<{remaining}, {speed}, {notes}]"
 
     def _up(self) -> list[str]:
-        return [] if len(self.hosts) == self.num_ranks else [f"{len(self.hosts)} up"]
+        return [] if self.all_started else [f"{len(self.hosts)} up"]
 
 
 def _rate(first: Progress, latest: Progress) -> float | None:

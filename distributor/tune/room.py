@@ -8,13 +8,13 @@ import os
 from dataclasses import dataclass, field, replace
 
 from distributor.control.run import Run
+from distributor.core.rank_variables import THREADS_VARIABLE
 from distributor.launchers.local import LocalLauncher
 from distributor.settings import check_num_processes
 from distributor.torch_distributor import TorchDistributor, plan
 
 MANY = 1024
 """More GPUs than a machine has."""
-THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class Place:
     def is_waiting(self) -> bool:
         """Whether not all ranks of the current attempt have started."""
         progress = self.run.block.progress if self.run else None
-        return progress is None or len(progress.hosts) < progress.num_ranks
+        return progress is None or not progress.all_started
 
 
 class Room:
@@ -102,8 +102,9 @@ class Room:
         place.run = run
         if place.gpus and isinstance(run.launcher, LocalLauncher):
             run.launcher = replace(run.launcher, gpus=place.gpus)
-        elif self._shares_cpus and THREADS not in os.environ:  # as for several ranks of one run
-            run.spec = replace(run.spec, env={THREADS: "1", **run.spec.env})
+        elif self._shares_cpus and THREADS_VARIABLE not in os.environ:
+            # As for several ranks of one run.
+            run.spec = replace(run.spec, env={THREADS_VARIABLE: "1", **run.spec.env})
 
     def _ranks_of_next(self, left: float) -> int:
         """Return how many ranks a trial has that begins now; 0 if it must wait."""

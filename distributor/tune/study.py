@@ -377,7 +377,8 @@ class _Loop:
         self._tracking.end(finished)
         name = "failed" if finished.state is TrialState.FAIL else finished.state.name.lower()
         self.block.counts[name] += 1
-        self._show_best()
+        if finished.state is TrialState.COMPLETE:
+            self._show_best()
         if running.future and error is None:
             parts = [f"{value:.6g}" for value in finished.values or ()]
             parts += [shown(finished.params), f"{seconds:.1f} s"]

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from distributor.control.run import Run
 from distributor.data.dataframes import DatasetFinder
 from distributor.programs import SharedFunction
-from distributor.serialization.pickle_diagnostics import name_of
 from distributor.serverless import DecoratedFunction, DistributedFunction, distributor_of
 from distributor.torch_distributor import TorchDistributor, prepare_run
 
@@ -27,7 +26,6 @@ class Job(Protocol):
 
     distributor: TorchDistributor
     """That of all trials, but for the name and the number of ranks."""
-    name: str
 
     def prepare(self, arguments: Arguments, name: str, ranks: Ranks, tracked: Tracked) -> Run:
         """Prepare the run of a trial.
@@ -76,7 +74,7 @@ class _FunctionJob:
         while isinstance(function, functools.partial):
             args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
             function = function.func
-        self.distributor, self.name = distributor, name_of(function)
+        self.distributor = distributor
         self._bound = args, kwargs, function
         bound = DatasetFinder().replace_in(*self._bound)
         self._function = SharedFunction(function, *bound)
@@ -110,7 +108,7 @@ class _TrainerJob:
             )
         self._prepare = functools.partial(prepare_fit, trainer)
         loop, _, self.distributor, _ = self._prepare({}, "study")
-        self.name, self._loop = loop.__name__, SharedFunction(loop, (), {})
+        self._loop = SharedFunction(loop, (), {})
 
     def prepare(self, arguments: Arguments, name: str, ranks: Ranks, tracked: Tracked) -> Run:
         from distributor.train.worker_loop import loop_arguments
@@ -124,8 +122,8 @@ class _TrainerJob:
         loop, datasets, distributor, validations = self._prepare(config, name)
         if config and not loop_arguments(loop.func, config):
             raise TypeError(
-                f"{self.name} has no parameter without a default, so it does not get what space "
-                "returns: write config as its first parameter."
+                f"{loop.__name__} has no parameter without a default, so it does not get what "
+                "space returns: write config as its first parameter."
             )
         distributor = replace(distributor, num_processes=ranks)
         args, kwargs = (datasets,), {"config": config}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 26_861,
+    "lines of code in distributor/": 26_854,
     "modules in distributor/": 186,
     "lines in tests/": 30_798,
 }

@@ -237,7 +237,9 @@ class Datasets:
 
     def frame(self, num_nodes: int, ranks_per_node: int) -> Any:
         """Return a DataFrame with a partition for each node, which Spark has on its disks."""
-        epochs = self._resumed_epochs()
+        return self._frame_for(num_nodes, ranks_per_node, self._resumed_epochs())
+
+    def _frame_for(self, num_nodes: int, ranks_per_node: int, epochs: Mapping[str, Epoch]) -> Any:
         key = num_nodes, ranks_per_node, epochs
         if self._frame and self._frame[0] == key:
             return self._frame[1]
@@ -346,11 +348,11 @@ class SharedDatasets(Datasets):
         with self._kept_rows:
             yield
 
-    def frame(self, num_nodes: int, ranks_per_node: int) -> Any:
-        if self._resumed_epochs():  # of this run alone
-            return super().frame(num_nodes, ranks_per_node)
+    def _frame_for(self, num_nodes: int, ranks_per_node: int, epochs: Mapping[str, Epoch]) -> Any:
+        if epochs:  # of this run alone
+            return super()._frame_for(num_nodes, ranks_per_node, epochs)
         with self._opened.lock:
-            return self._opened.frame(num_nodes, ranks_per_node)
+            return self._opened._frame_for(num_nodes, ranks_per_node, epochs)
 
     def file(self) -> BinaryIO:
         with self._opened.lock:

@@ -103,7 +103,7 @@ class SparkLauncher(Launcher):
         return self.session.allocates_dynamically
 
     def check_room(self, num_ranks: int) -> None:
-        Slots(self.session, self.plan).check_limit(-(-num_ranks // self.plan.ranks_per_task))
+        Slots(self.session, self.plan).check_limit(self.tasks_for(num_ranks))
 
     def room(self) -> int | None:
         if self.plan.driver_gpus:  # of which each run takes the first ones
@@ -118,7 +118,7 @@ class SparkLauncher(Launcher):
         answer do not count. Through Connect nobody knows the slots, and all ranks are launched.
         """
         slots = Slots(self.session, self.plan)
-        least, most = self.min_tasks(run), self.plan.num_tasks
+        least, most = self.tasks_for(run.spec.min_processes), self.plan.num_tasks
         with end_explained(self.session.spark):
             slots.await_removal(silent, run.cancellation)
             if least < most:
@@ -163,9 +163,9 @@ class SparkLauncher(Launcher):
 
     # What subclasses share
 
-    def min_tasks(self, run: Run) -> int:
-        """Return how many tasks the run needs at least."""
-        return -(-run.spec.min_processes // self.plan.ranks_per_task)
+    def tasks_for(self, num_ranks: int) -> int:
+        """Return how many tasks so many ranks need."""
+        return -(-num_ranks // self.plan.ranks_per_task)
 
     def new_hub(self, settings: Settings, *, is_required: bool = False) -> NodeHub:
         address = choose_hub_address(self.session, settings.hub_address, settings.hub_port)
@@ -342,7 +342,7 @@ class OpenedGangLauncher(SparkLauncher):
             return super().capacity(run, silent)
         slots = Slots(self.session, self.plan)
         slots.await_stop(silent, run.cancellation)
-        least, most = self.min_tasks(run), self.plan.num_tasks
+        least, most = self.tasks_for(run.spec.min_processes), self.plan.num_tasks
         if least == most:
             return run.spec.num_processes
         most = min(most, slots.limit or most)

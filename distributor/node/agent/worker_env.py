@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 from distributor.core.addresses import host_name
+from distributor.core.rank_variables import THREADS_VARIABLE
 from distributor.core.text import counted
 from distributor.node.agent.network import interface_of
 from distributor.node.process.specs import NodeShare
@@ -73,7 +74,7 @@ def common_environment(
 
 
 def _process_defaults(ranks_per_node: int) -> dict[str, str]:
-    threads = {"OMP_NUM_THREADS": "1"} if ranks_per_node > 1 else {}
+    threads = {THREADS_VARIABLE: "1"} if ranks_per_node > 1 else {}
     return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **threads}
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from distributor.core.module_search import forget_listings
 from distributor.core.processes import status_field
+from distributor.core.rank_variables import THREADS_VARIABLE
 
-THREADS_VARIABLE = "OMP_NUM_THREADS"
 _CPUS = Path("/sys/devices/system/cpu")
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 

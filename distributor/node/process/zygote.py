@@ -51,11 +51,11 @@ from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.core.addresses import host_name
 from distributor.core.module_search import Location, find_at, not_on_path
 from distributor.core.processes import Stat, child_pids, kill, set_subreaper, set_title, stat_field
+from distributor.core.rank_variables import THREADS_VARIABLE
 from distributor.core.resources import IN_YARN
 from distributor.errors import DistributorError, StartTimeout
 from distributor.node.process.exit import flush_streams, remember_modules
 from distributor.node.process.fork_reset import (
-    THREADS_VARIABLE,
     ProcessAttributes,
     reset_after_fork,
 )

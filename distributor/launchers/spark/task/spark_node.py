@@ -31,13 +31,7 @@ from distributor.node.process import zygote
 from distributor.node.process.specs import NodeShare
 from distributor.node.process.supervisor import Interpreter, is_supported
 from distributor.node.worker.libraries import SPARK_FILES
-from distributor.serialization.program import (
-    ContinuedCall,
-    Module,
-    Program,
-    Script,
-    in_file,
-)
+from distributor.serialization.program import ContinuedCall, Module, Program, Script, in_file
 from distributor.spark.shipped_files import (
     ProgramFile,
     made_once,
