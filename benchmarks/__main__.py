@@ -15,6 +15,7 @@ from benchmarks import (
     predict,
     recovery,
     scale,
+    step_times,
     study,
     values,
 )
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "predict": predict.measure,
     "scale": scale.measure,
     "study": study.measure,
+    "step_times": step_times.measure,
 }
 
 

@@ -13,6 +13,7 @@ from benchmarks import (
     predict,
     recovery,
     scale,
+    step_times,
     study,
     values,
 )
@@ -173,6 +174,18 @@ LINES = (
         "study",
         study.titled(study.cluster(2), study.RANKS, 2, study.SECONDS),
         study.IDLE,
+    ),
+    Line(
+        "steps of 2 ms with `step_times`, beside those without",
+        "step_times",
+        step_times.titled(),
+        step_times.RATIO,
+    ),
+    Line(
+        "what `step_times` takes in a step",
+        "step_times",
+        step_times.titled(),
+        step_times.HOOKS,
     ),
     Line(
         "rows of 16 floats from a DataFrame",

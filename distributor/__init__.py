@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         ApplicationEnded,
         DistributorError,
         ExecutorNotReady,
+        LogError,
         NodeLost,
         RemoteError,
         RunCancelled,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     )
     from distributor.launchers.local import cool_down
     from distributor.rank.messages import Progress, Reported
+    from distributor.report.runs import Page, save_page
     from distributor.serialization.outcome import load_value
     from distributor.serverless import distributed
     from distributor.settings import Listener
@@ -38,7 +40,9 @@ __all__ = [
     "DistributorError",
     "ExecutorNotReady",
     "Listener",
+    "LogError",
     "NodeLost",
+    "Page",
     "Progress",
     "RemoteError",
     "Reported",
@@ -57,6 +61,7 @@ __all__ = [
     "doctor",
     "load_value",
     "runtime",
+    "save_page",
     "stacks",
     "warm_up",
 ]
@@ -64,6 +69,7 @@ __all__ = [
 _MODULES = {
     "DeepspeedTorchDistributor": "distributor.deepspeed_distributor",
     "Listener": "distributor.settings",
+    "Page": "distributor.report.runs",
     "Progress": "distributor.rank.messages",
     "Reported": "distributor.rank.messages",
     "RunFuture": "distributor.control.future",
@@ -73,6 +79,7 @@ _MODULES = {
     "distributed": "distributor.serverless",
     "doctor": "distributor.diagnosis",
     "load_value": "distributor.serialization.outcome",
+    "save_page": "distributor.report.runs",
     "stacks": "distributor.control.run",
     "warm_up": "distributor.torch_distributor",
 }

@@ -1,9 +1,10 @@
-"""The command line: ``distributor run``, ``doctor`` and ``demo``."""
+"""The command line: ``distributor run``, ``report``, ``doctor`` and ``demo``."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -18,14 +19,17 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from distributor.control.attempts import execute
-from distributor.control.run import stacks
+from distributor.control.run import Run, stacks
 from distributor.core.module_search import is_runnable
+from distributor.core.resources import format_bytes
 from distributor.core.spelling import Spelling, suggestion
-from distributor.core.text import printable
+from distributor.core.text import aligned, duration, printable
 from distributor.diagnosis.report import Wanted
 from distributor.errors import WorkerDied
 from distributor.node.worker.stacks import append_stacks
 from distributor.programs import module_of, program_of
+from distributor.report.runs import as_text, find_log, list_runs, save_page
+from distributor.report.summary import read_summary
 from distributor.run_spec import Settings, check_shown_ranks
 from distributor.screen.screen import SCREEN
 from distributor.serialization.program import Module
@@ -96,12 +100,14 @@ def _run(options: argparse.Namespace) -> None:
     program = _program(options, args, has_environment=bool(settings.get("environment")))
     program_of(program, (), {})
     with _cluster(options, settings) if "local_mode" in settings else _local(options):
+        runs: list[Run] = []
         if hasattr(signal, "SIGQUIT"):
-            signal.signal(signal.SIGQUIT, _show_stacks)
+            signal.signal(signal.SIGQUIT, lambda *_: _show_stacks(runs))
         try:
             run = prepare_run(_Distributor(**settings), False, program, tuple(args), {})
         except (RuntimeError, OSError) as error:
             raise ValueError(str(error)) from error  # nothing was launched
+        runs.append(run)
         execute(run)
 
 
@@ -156,12 +162,14 @@ def _fields_of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def _show_stacks(*_: object) -> None:
-    """Print the ranks' stacks, on another thread, because this one waits for the run."""
+def _show_stacks(runs: Sequence[Run]) -> None:
+    """Print the ranks' stacks and the verdict, on another thread: this one waits for the run."""
 
     def show() -> None:
         for run_id, found in stacks().items():
             SCREEN.print_message(append_stacks(f"Run {run_id} continues.", found))
+        for verdict in filter(None, (run.events.verdict for run in runs)):
+            SCREEN.print_message(str(verdict))
 
     threading.Thread(target=show, name="stacks", daemon=True).start()
 
@@ -179,6 +187,34 @@ def _doctor(options: argparse.Namespace) -> int:
     return FAILED if report.failures else 0
 
 
+def _report_runs(options: argparse.Namespace) -> None:
+    if options.list:
+        _list_runs(options)
+        return
+    log = find_log(options.run).absolute()
+    if options.json:
+        print(json.dumps(read_summary(log)))
+    if not options.json or options.output:
+        page = save_page(log, options.output)
+        if not options.json:
+            print(printable(f"{as_text(page.summary)}\n\nPage: {page.path}"))
+
+
+def _list_runs(options: argparse.Namespace) -> None:
+    if options.run or options.output:
+        raise ValueError("--list lists all runs: it takes no RUN and no -o.")
+    runs = list(list_runs())
+    if options.json:
+        print(json.dumps(runs))
+        return
+    shown = {"seconds": duration, "goodput": "{:.0%}".format, "bytes": format_bytes}
+    rows = [
+        ["" if each is None else shown.get(key, str)(each) for key, each in run.items()]
+        for run in runs
+    ]
+    print(printable(aligned([["RUN", "NAME", "STATE", "DURATION", "GOODPUT", "SIZE"], *rows])))
+
+
 def _demo(options: argparse.Namespace) -> None:
     from distributor.demo import demo
 
@@ -187,6 +223,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "run": _run,
+    "report": _report_runs,
     "doctor": _doctor,
     "demo": _demo,
 }
@@ -362,6 +399,7 @@ def make_parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"distributor {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     parser.run = _add_run(commands)
+    _add_report(commands)
     _add_doctor(commands)
     demo = commands.add_parser(
         "demo", help="train on real images, on this machine and on an embedded Spark cluster"
@@ -427,6 +465,32 @@ def _add_spark_options(command: Any) -> Iterator[argparse.Action]:
         default=[],
         help="with --cluster: a Spark property; may be repeated",
     )
+
+
+def _add_report(commands: Any) -> None:
+    report: _Parser = commands.add_parser(
+        "report",
+        help="save the page of a run, which explains it, or list the runs",
+        description="Saves one HTML file about a run that has ended or still lasts: what limits "
+        "it, what its ranks spent their time on, its failures and curves. Prints the verdict.",
+    )
+    report.note(
+        report.add_argument(
+            "-o", "--output", metavar="FILE", help="the page (default: report-<run id>.html here)"
+        ),
+        report.add_argument("--list", action="store_true", help="list this user's runs instead"),
+        report.add_argument(
+            "--json", action="store_true", help="print JSON; the page is saved only with -o"
+        ),
+    )
+    report.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN",
+        help="the run's id, a unique beginning of it, or the path of its event log (default: the "
+        "latest run)",
+    )
+    report.set_defaults(command="report", known_options=list(report.options))
 
 
 def _add_doctor(commands: Any) -> None:

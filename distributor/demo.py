@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from distributor.core.text import aligned
 from distributor.core.versions import require_spark
 from distributor.spark.application import no_warning, why_no_java
 from distributor.torch_distributor import TorchDistributor
@@ -111,10 +112,8 @@ def _train(name: str, where: str, *, local_mode: bool) -> tuple[str, str, str, s
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    heading, *others = rows
-    lines = [heading, ["-" * width for width in widths], *others]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    rules = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
+    return aligned([rows[0], rules, *rows[1:]])
 
 
 @contextmanager

@@ -43,6 +43,10 @@ class UnpicklableError(DistributorError, TypeError):
     """A function, an argument or a returned value cannot be pickled; the message names it."""
 
 
+class LogError(DistributorError, ValueError):
+    """There is no such event log of a run, or it cannot be read."""
+
+
 class WorkerDied(DistributorError):
     """A rank ended without a value or exception: it was killed, crashed, or exited.
 

@@ -159,6 +159,14 @@ class Settings:
         them, with every update.""",
         group="output",
     )
+    event_log: bool = setting(
+        AdminDefault("DISTRIBUTOR_EVENT_LOG", "spark.distributor.eventLog", True, "True"),
+        types.SWITCH,
+        """Whether the driver writes an event log of the run, which ``distributor report`` shows:
+        in `log_dir`, or else in ``$XDG_STATE_HOME/distributor/runs`` (``~/.local/state``), which
+        has the latest 200 runs of this user, and 500 MB.""",
+        group="output",
+    )
     show_output: Literal["all", "none"] | Collection[int] = setting(
         "all",
         types.SHOWN_RANKS,
@@ -206,6 +214,14 @@ class Settings:
         ),
         """Modules that the zygote imports besides torch. They must not use CUDA or start
         threads when they are imported.""",
+        group="ranks",
+        reaches_ranks=True,
+    )
+    step_times: bool = setting(
+        True,
+        types.SWITCH,
+        """Whether ranks count the steps of their optimizers, and what they wait for between them.
+        Without, a run has no verdict about its speed.""",
         group="ranks",
         reaches_ranks=True,
     )

@@ -18,12 +18,13 @@ from distributor.control.attempts import execute
 from distributor.control.future import RunFuture, start_run
 from distributor.control.run import Datasets, Launcher, Run
 from distributor.control.waiting import interruptible
+from distributor.core.addresses import host_name
 from distributor.core.cell_errors import ends_at_caller
 from distributor.core.files import absolute, removed_if_empty, shown
 from distributor.core.rank_variables import NAMED_SERVER, CheckpointSettings
 from distributor.core.spelling import Spelling, checks_keywords
 from distributor.core.text import Redaction, printable, table_of
-from distributor.core.versions import require_spark
+from distributor.core.versions import require_spark, software
 from distributor.data.dataframes import (
     DatasetFinder,
     SparkDataset,
@@ -32,6 +33,8 @@ from distributor.data.dataframes import (
 )
 from distributor.launchers.local import LocalLauncher, prepare_zygote
 from distributor.programs import program_of
+from distributor.report.event_log import EventLog, user_name
+from distributor.report.run_events import RunEvents
 from distributor.run_spec import (
     RunSpec,
     Settings,
@@ -58,6 +61,7 @@ from distributor.spark.plan import plan_cluster, plan_local
 from distributor.spark.session import Session
 from distributor.spark.spark_job import CallSite
 from distributor.tracking import Recorder, TrackedRun, Untracked, open_run
+from distributor.version import __version__
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -608,6 +612,11 @@ def prepare_run(
         keep_all=keep_all,
         run_id=run_id,
     )
+    # A study's trials, and runs that this package makes by itself, would displace the user's.
+    has_log = settings.event_log and settings.is_tracked and tracked is None
+    events = _events_of(spec, settings, facts, has_log=has_log)
+    if recorder is not None and has_log:
+        recorder.save_page = events.save_page
     return Run(
         spec=spec,
         launcher=launcher,
@@ -622,7 +631,39 @@ def prepare_run(
         recorder=recorder,
         folder=_run_folder(checkpoints),
         resumption=lambda: _resumption(checkpoints, settings),
+        events=events,
     )
+
+
+def _events_of(
+    spec: RunSpec, settings: TorchDistributor, where: Mapping[str, Any], *, has_log: bool
+) -> RunEvents:
+    """Return the events of a run, with what is known about it before its start."""
+    given = {
+        field.name: getattr(settings, field.name)
+        for field in setting_fields(settings)
+        if _is_given(settings, field)
+    }
+    if env := given.get("env"):
+        given["env"] = sorted(env)  # the values may be secrets
+    facts = {
+        "run": spec.run_id,
+        "name": printable(spec.program.name),
+        "user": user_name(),
+        "host": host_name(),
+        "pid": os.getpid(),
+        "step_times": settings.step_times,
+        "settings": {
+            name: value if isinstance(value, (int, float)) else shown(str(value))
+            for name, value in given.items()
+            if name != "listeners"
+        },
+        "versions": lambda: {"distributor": __version__, **software()},
+        "where": dict(where),
+        "logs": None if spec.logs is None else str(spec.logs.absolute()),
+    }
+    log = EventLog(spec.run_id, spec.logs, spec.env) if has_log else None
+    return RunEvents(log, facts)
 
 
 def _run_folder(settings: CheckpointSettings | None) -> AbstractContextManager[None]:

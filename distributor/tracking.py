@@ -311,6 +311,7 @@ class Recorder(Listener):
         self._queue = MetricsQueue(self._send)
         self._output: defaultdict[int, bytearray] = defaultdict(bytearray)
         self._has_ended = False
+        self.save_page: Callable[[Path], object] | None = None
 
     def __enter__(self) -> None:
         notify(self._label.message(f"MLflow run: {self._run.link}"))
@@ -332,6 +333,8 @@ class Recorder(Listener):
         )
         if error is not None and is_reached:
             self._call("record the error", lambda: self._record_error(error))
+        if is_reached and (save := self.save_page):
+            self._call("receive the page of the run", lambda: self._log_page(save))
 
     def _call(self, what: str, call: Callable[[], object]) -> bool:
         """Call the server; warn and return False if that fails."""
@@ -391,6 +394,11 @@ class Recorder(Listener):
 
     def _send(self, metrics: list[Any]) -> None:
         self._client.log_batch(self._run.run_id, metrics=metrics, synchronous=True)
+
+    def _log_page(self, save: Callable[[Path], object]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            save(Path(folder, "report.html"))
+            self._client.log_artifacts(self._run.run_id, folder, "distributor")
 
     def _record_error(self, error: BaseException) -> None:
         """Record the error as a tag, and with what the ranks printed before it, as artifacts."""

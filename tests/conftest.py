@@ -68,6 +68,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             Path(config.workerinput["groups"]).write_text(json.dumps(groups))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the runs of tests out of the user's own; each process of pytest-xdist has a folder."""
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    os.environ["XDG_STATE_HOME"] = folder.name  # inherited by all processes
+
+
 GROUPS = pytest.StashKey[Path]()
 """The file to which a process of pytest-xdist writes the groups of the tests."""
 

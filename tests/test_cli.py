@@ -305,6 +305,8 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "stall_warning": (["--no-stall-warning"], None),
     "stall_timeout": (["--stall-timeout", "60"], 60.0),
     "log_dir": (["--log-dir", "logs"], "logs"),
+    "event_log": (["--no-event-log"], False),
+    "step_times": (["--no-step-times"], False),
     "py_modules": (["--py-modules", "a", "--py-modules", "b.py"], ["a", "b.py"]),
     "show_output": (["--show-output", "0,2"], (0, 2)),
     "hub_address": (["--hub-address", "here:1"], "here:1"),

@@ -12,6 +12,7 @@ from support.pages import PAGES, ROOT, pages, python_blocks
 from support.settings_table import COMMAND_NAMES, COMMANDS, options_table
 
 import distributor
+from distributor.rank.step_clock import FIELDS, NUM_REPORTED
 
 pytestmark = pytest.mark.repository
 
@@ -62,6 +63,19 @@ def test_every_variable_is_documented() -> None:
     variables = set(VARIABLE.findall(source))
     assert "DISTRIBUTOR_WARM" in variables
     assert {name for name in variables if f"`{name}`" not in text} == set()
+
+
+def test_every_event_and_figure_of_a_log_is_documented(tmp_path: Path) -> None:
+    page = (PAGES / "reference" / "event-log.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    kinds = set(re.findall(r"(?:self|events)\.add\(\s*\"(\w+)\"", source))
+    assert {"run", "use", "failure", "preempted"} <= kinds
+    assert (kinds | {"rank", "age", *FIELDS[:NUM_REPORTED]}) - rows == set()
+    log = tmp_path / "events.jsonl"
+    log.write_text('{"at": 1, "event": "run", "version": 1, "run": "20261124-174012-0123abcd"}\n')
+    summary = distributor.save_page(log, tmp_path / "page.html").summary
+    assert {key for key in summary if f"`{key}`" not in page} == set()
 
 
 def error_names() -> set[str]:

@@ -149,7 +149,7 @@ def test_the_notebooks_without_spark(tmp_path: Path) -> None:
     assert ran.errors() == []
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_the_study(tmp_path: Path) -> None:
     """Search with trials of two ranks, prune some, and load the best trial's model."""
     for module in ("ipykernel", "matplotlib", "nbclient", "optuna", "sklearn"):

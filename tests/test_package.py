@@ -44,6 +44,7 @@ LAYERS = [
     {"data", "settings"},
     {"programs"},
     {"run_spec"},
+    {"report"},
     {"control"},
     {"launchers"},
     {"runtime", "tracking", "unsupported"},
@@ -57,7 +58,7 @@ LAYERS = [
 """The package's parts, lowest first; "" is ``distributor`` itself. Each may import lower parts."""
 
 COMPAT = "distributor._compat"
-DOCUMENTED = {"_exit", "_fields"}
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}
 """Names of the standard library that begin with an underscore and are documented."""
 
 EXECUTOR_SIDE = {"_compat", "core", "rank", "serialization", "wire", "policies", "node"}

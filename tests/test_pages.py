@@ -27,7 +27,10 @@ ELSEWHERE = {
     "docs/how-to/dynamic-allocation.md": "tests/launch/test_dynamic_allocation.py",
 }
 """Pages whose programs need another kind of session, or a compiler, and the tests that run them."""
-OPTIONAL = {"accelerate", "lightning", "mlflow", "optuna", "peft", "ray", "transformers", "trl"}
+OPTIONAL = {
+    *("accelerate", "lightning", "mlflow", "optuna", "peft", "ray"),
+    *("sklearn", "transformers", "trl"),
+}
 """Packages without which a page is skipped."""
 WARNS = {"docs/how-to/hangs.md", "docs/how-to/study.md"}
 """Pages whose programs show warnings of this package on purpose."""
@@ -75,6 +78,7 @@ def test_the_programs_of_a_page_run(
     if missing := sorted(name for name in imported & OPTIONAL if find_spec(name) is None):
         pytest.skip(f"not installed: {', '.join(missing)}")
     monkeypatch.setenv("HOME", str(tmp_path))  # for storage
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # the latest run is one of the page
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__", "spark": spark}
     found: list[str] = []

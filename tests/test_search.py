@@ -23,6 +23,8 @@ FIRST = {
     "hyperopt": "migrate/others",
     "optuna": "how-to/study",
     "hyperparameters": "how-to/study",
+    "straggler": "how-to/report",
+    "goodput": "how-to/report",
     "single gpu": "quick-start",
     "checkpoint": "how-to/checkpoints",
     "volume": "how-to/platforms",

@@ -5,6 +5,7 @@ Torch is imported inside the functions: a driver and its cluster's tasks do with
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import weakref
@@ -178,6 +179,70 @@ def keep_groups_of_models(parallel: ModuleType) -> None:
         for owner in (getattr(self, name, None) for name in ("reducer", "logger")):
             if owner is not None:  # neither exists if DDP itself reduces no gradient
                 weakref.finalize(owner, _release, self.process_group).atexit = False
+
+
+def call_after_steps(optimizer: ModuleType, call: Callable[[], object]) -> Any:
+    """Call a function after each step of an optimizer, also of one that is compiled.
+
+    Returns torch's handle, which can remove it.
+    """
+
+    def call_eagerly(*_: object) -> None:
+        call()
+
+    vars(call_eagerly)["_torchdynamo_disable"] = True  # the decorator for it imports for a second
+    return optimizer.register_optimizer_step_post_hook(call_eagerly)
+
+
+def note_models(parallel: ModuleType, note: Callable[..., object], gpu_stride: int) -> None:
+    """Pass each DDP model to a function, with what reads its waiting: `ddp_waiting`.
+
+    The function's third argument is whether torch measures each iteration.
+
+    Torch measures every step on CPUs, and on GPUs one of `gpu_stride`, which it synchronizes for.
+    """
+
+    @replacing(parallel.DistributedDataParallel, "__init__")
+    def note_new(initialize: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        if getattr(self, "logger", None) is not None:
+            self._set_ddp_runtime_logging_sample_rate(
+                1 if self.device_type == "cpu" else gpu_stride
+            )
+            note(self, ddp_waiting, self.device_type == "cpu")
+
+
+def ddp_waiting(model: Any) -> tuple[int, float] | None:
+    """Return the last iteration of a DDP model that was measured, and how long it waited.
+
+    These are the seconds from the end of its backward pass to that of its communication. They are
+    those of one iteration; torch's averages are since the start. None if there are none yet.
+    """
+    found = model.logger._get_ddp_logging_data().ints_map
+    if "backward_comm_time" not in found:
+        return None
+    waited = found["backward_comm_time"] - found["backward_compute_comm_overlap_time"]
+    return found["iteration"], max(waited, 0) / 1e9
+
+
+Timing = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a function that does the same, and times each call."""
+
+
+def time_loaders(dataloader: ModuleType, timed: Timing) -> None:
+    """Time what iterators of data loaders do until they return a batch, and their start."""
+    time_calls(dataloader._BaseDataLoaderIter, ("__next__",), timed)
+    time_calls(dataloader.DataLoader, ("__iter__",), timed)
+
+
+def time_calls(owner: Any, names: tuple[str, ...], timed: Timing) -> None:
+    """Time the calls of functions of a module, which its package may export too, or of a class."""
+    for name in names:
+        original = getattr(owner, name)
+        replacement = functools.wraps(original)(timed(original))
+        for each in (owner, sys.modules.get(owner.__name__.rpartition(".")[0])):
+            if getattr(each, name, None) is original:
+                setattr(each, name, replacement)
 
 
 def keep_destroyed_groups(distributed_c10d: ModuleType) -> None:

@@ -16,7 +16,7 @@ from distributor.control.run import Attempt, Launcher, Resized, Run, register_ru
 from distributor.control.sink import DriverSink, Listeners
 from distributor.core.cell_errors import shorten_in_cell
 from distributor.core.text import counted, duration, listed
-from distributor.errors import DistributorError
+from distributor.errors import DistributorError, RunCancelled
 from distributor.policies import (
     LONG_ATTEMPT,
     FailedAttempt,
@@ -49,7 +49,7 @@ def execute(run: Run) -> Any:
     handled = sys.exc_info()[1]  # by the caller
     recorded: AbstractContextManager[object] = run.recorder or nullcontext()
     try:
-        with run.label, run.block, run.folder, run.graceful_shutdown, recorded:
+        with run.label, run.block, run.folder, run.graceful_shutdown, recorded, run.events:
             _announce_resumption(run)
             listeners = Listeners(run.listeners, run.launcher.thread)
             with listeners, run.launcher.opened(run) as launcher, _datasets_opened(run):
@@ -57,6 +57,7 @@ def execute(run: Run) -> Any:
                     return _run_attempts(run, launcher, listeners)
                 except Exception as error:
                     _explain_end(run, error)
+                    _show_verdict(run, but="healthy")
                     raise
     except BaseException as error:
         if run.recorder:
@@ -71,6 +72,7 @@ def _run_attempts(run: Run, launcher: Launcher, listeners: Listeners) -> Any:
         attempt = _next_attempt(run, launcher, number, silent)
         attempt_began = time.monotonic()
         listeners.attempt_begins(number, attempt.num_ranks)
+        run.events.begin_attempt(number, attempt.num_ranks)
         deadline = attempt_began + run.spec.settings.start_timeout
         try:
             with DriverSink(attempt, listeners) as sink:
@@ -80,12 +82,17 @@ def _run_attempts(run: Run, launcher: Launcher, listeners: Listeners) -> Any:
                 ):
                     outcomes = Controller(attempt, handle, sink, deadline).follow()
                 values = _values_of(attempt, launcher, outcomes)
+            run.events.end_attempt("finished")
             break
         except Resized as resized:
             run.notify(str(resized))
+            run.events.end_attempt("resized")
             run.graceful_shutdown.end_attempt()
         except Exception as error:
             _note_failure(attempt, error, time.monotonic() - attempt_began)
+            run.events.end_attempt(
+                "stopped" if isinstance(error, RunCancelled) else "failed", error
+            )
             run.graceful_shutdown.end_attempt()
             listeners.attempt_failed(number, error)
             if _reason_to_stop(run):
@@ -96,6 +103,7 @@ def _run_attempts(run: Run, launcher: Launcher, listeners: Listeners) -> Any:
     message = f"Finished {launcher.training(attempt.num_ranks)} in {seconds}"
     run.notify(message, run.spec.settings.spelling.logger)
     _warn_about_separate_models(attempt)
+    _show_verdict(run)
     return values if run.spec.keep_all else values[0]
 
 
@@ -103,6 +111,13 @@ def _announce_resumption(run: Run) -> None:
     with contextlib.suppress(Exception):  # only the ranks may reach the storage
         if message := run.resumption():
             run.notify(message)
+
+
+def _show_verdict(run: Run, but: str = "") -> None:
+    verdict = run.events.verdict
+    if run.has_status and verdict is not None and verdict.verdict != but:
+        run.block.verdict = verdict
+        run.notify(str(verdict))
 
 
 def _datasets_opened(run: Run) -> AbstractContextManager[None]:

@@ -95,6 +95,7 @@ class Controller:
         self._ending: NodesEnded | None = None
         self._ended: set[int] = set()
         self._start_shown = False
+        self._noted_state: RunState | None = None
         self._checkpoints = 0
         self._resizable_at = clock() + settings._resize_interval
 
@@ -134,6 +135,7 @@ class Controller:
         finally:
             run.cancellation.set_action(lambda: None)
             self._outcomes.discard_incomplete()
+            self._note_state()
         return self._result(self._ending)
 
     def handle(self, node: int, message: Any) -> None:
@@ -207,9 +209,15 @@ class Controller:
             self._machine.fire(RunEvent.FAILURE_SETTLED)
         if self._deadlines.is_stop_overdue(now):
             self._handle.cancel()  # the nodes then end with an error, beside the failures
+        self._note_state()
         counts_preemptions = self._attempt.settings.max_preemption_failures is not None
         if self._attempt.run.graceful_shutdown.is_subscribed or counts_preemptions:
             self._notify_leaving()
+
+    def _note_state(self) -> None:
+        if self.state is not self._noted_state:
+            self._noted_state = self.state
+            self._attempt.run.events.add("state", state=self.state.name)
 
     def _decide_rendezvous(self, now: float) -> None:
         if decision := self._rendezvous.decide(self._handle.starts, now):
@@ -261,7 +269,9 @@ class Controller:
             stacks,
         )
         if stall.ends_attempt:
+            self._attempt.run.events.add_stacks(stacks, stall.seconds, stalled=True)
             raise RunStalled(text, stacks=stacks)
+        self._attempt.run.events.add_stacks(stacks, stall.seconds, stalled=False)
         warn(text)
 
     def _await_stacks(self, await_end: bool = False) -> dict[int, str]:
@@ -316,6 +326,7 @@ class Controller:
     def _preempt(self, hosts: Collection[str]) -> None:
         """Note that hosts are about to lose a process, and notify all ranks."""
         self._attempt.preempted.update(self._nodes.ranks_on(hosts))
+        self._attempt.run.events.add("preempted", hosts=sorted(hosts))
         self._links.broadcast(messages.Preempted(tuple(hosts)))
 
     def _note_reclaimed(self, hosts: Collection[str]) -> None:
@@ -428,7 +439,9 @@ class Controller:
     def _on_ranks_started(self, node: int, message: messages.RanksStarted) -> None:
         self._grace_period.note_start(node, self._clock())
         self._nodes.started.add(node)
-        self._attempt.progress.start(self._nodes.ranks_of(node), self._nodes.hosts[node])
+        ranks, host = list(self._nodes.ranks_of(node)), self._nodes.hosts[node]
+        self._attempt.progress.start(ranks, host)
+        self._attempt.run.events.add("started", ranks=ranks, host=host)
         if not self._rendezvous.late_nodes:
             self._machine.fire(RunEvent.RANKS_STARTED)
             self._show_start()
@@ -452,8 +465,13 @@ class Controller:
 
     def _on_failed(self, node: int, message: messages.Failed) -> None:
         self._outcomes.failures.append(message.failure)
-        self._attempt.progress.end([message.failure.origin.rank], "failed")
+        self._note_end([message.failure.origin.rank], "failed")
+        self._attempt.run.events.add_failure(message.failure)
         self._grace_period.note_failure(message.failure, self._clock())
+
+    def _note_end(self, ranks: list[int], state: str) -> None:
+        self._attempt.progress.end(ranks, state)
+        self._attempt.run.events.add("ended", ranks=ranks, state=state)
 
     def _on_idle(self, node: int, message: messages.Idle) -> None:
         self._stalls.note(node, message.seconds, self._clock())
@@ -480,7 +498,7 @@ class Controller:
     def _on_node_done(self, node: int, message: messages.NodeDone) -> None:
         self._nodes.done.add(node)
         self._nodes.working.discard(node)
-        self._attempt.progress.end(self._nodes.ranks_of(node), "finished")
+        self._note_end(list(self._nodes.ranks_of(node)), "finished")
         if self._nodes.all_done:
             self._links.broadcast(messages.Release())
 

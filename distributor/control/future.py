@@ -17,6 +17,7 @@ from distributor.core.cell_errors import ends_at_caller
 from distributor.core.text import counted, table_of
 from distributor.errors import RunCancelled
 from distributor.policies import FailedAttempt
+from distributor.report.runs import Page
 from distributor.screen.messages import notify
 from distributor.screen.screen import kind
 
@@ -85,6 +86,32 @@ class RunFuture(concurrent.futures.Future[T]):
         An error's ``rank_failures`` maps each failed rank to its host and traceback.
         """
         return tuple(self._run.failed.kept)
+
+    def save_page(self, path: str | os.PathLike[str] | None = None) -> Page:
+        """Save the page of this run, also while it lasts.
+
+        Parameters
+        ----------
+        path : str or path, optional
+            The file, as in `distributor.save_page`.
+
+        Returns
+        -------
+        Page
+            The page, which a notebook shows.
+
+        Raises
+        ------
+        ValueError
+            If the run has no event log, because ``event_log`` is off.
+        OSError
+            If the page cannot be written.
+
+        Examples
+        --------
+        >>> future.save_page("report.html")  # doctest: +SKIP
+        """
+        return self._run.events.save_page(path)
 
     def cancel(self) -> bool:
         """Cancel the run, and wait until all of its ranks have ended (at most 60 s).

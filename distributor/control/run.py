@@ -21,6 +21,7 @@ from distributor.core.threads import MessageQueue
 from distributor.errors import DistributorError, RunTimeout, StartTimeout
 from distributor.node.process.specs import NodeShare
 from distributor.policies import FailedAttempts, activity_interval, is_preemption, limit_reached
+from distributor.report.run_events import RunEvents
 from distributor.run_spec import RunSpec, Settings
 from distributor.screen.messages import LOGGER, RunLabel, notify
 from distributor.screen.run_block import RunBlock, RunProgress
@@ -159,6 +160,8 @@ class Run:
         Returns a message about the checkpoint from which it resumes, if there is one.
     has_status : bool
         Whether its state is shown, besides what ranks print.
+    events : RunEvents
+        Its event log, and the account of its time.
     """
 
     spec: RunSpec
@@ -175,6 +178,7 @@ class Run:
     folder: AbstractContextManager[None] = field(default_factory=nullcontext)
     resumption: Callable[[], str | None] = lambda: None
     has_status: bool = True
+    events: RunEvents = field(default_factory=RunEvents)
 
     def notify(self, message: str, logger: str = LOGGER) -> None:
         """Show a message about this run."""

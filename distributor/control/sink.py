@@ -12,7 +12,7 @@ from distributor.control.run import Attempt
 from distributor.core.text import counted
 from distributor.errors import RunCancelled
 from distributor.node.agent.output import LogFiles
-from distributor.rank.messages import Reader, Record, Reported, Trained
+from distributor.rank.messages import RanksUse, Reader, Record, Reported, Trained
 from distributor.screen.console import Console
 from distributor.screen.messages import notify, warn
 from distributor.settings import Listener
@@ -196,10 +196,21 @@ class DriverSink:
         self._listeners.call(lambda listener: listener.printed(rank, stream, data), size)
 
     def _add_record(self, rank: int, source: Source, record: Record) -> None:
+        events = self._attempt.run.events
         if isinstance(record, Trained):
             self._attempt.trained[rank] = record.has_had_group
+        elif isinstance(record, RanksUse):
+            events.note_use(record)
         elif isinstance(record, Reported):
             self._attempt.progress.checkpoints += record.checkpoint is not None
+            events.add_report(
+                {
+                    "number": record.number,
+                    "checkpoint": record.checkpoint,
+                    "seconds": round(record.seconds, 3),
+                    "metrics": record.metrics[0],
+                }
+            )
             self._attempt.run.block.note_report(record)
             self._listeners.call(lambda listener: listener.reported(record))
             if record.preempted and record.checkpoint is not None:
@@ -207,6 +218,7 @@ class DriverSink:
         elif source == "progress":
             if rank == 0:
                 self._attempt.progress.update(record)
+                events.note_progress(record.done, record.total, record.metrics)
             self._listeners.call(lambda each: each.progressed(rank, record), OVERHEAD)
         else:
             self._listeners.call(lambda listener: listener.used(record), OVERHEAD)
@@ -217,5 +229,8 @@ class DriverSink:
         If a listener has raised an exception, this raises it.
         """
         self._console.tick()
-        self._attempt.run.block.tick()
+        run = self._attempt.run
+        if run.events.tick() and run.block.is_shown:
+            run.block.verdict = run.events.verdict
+        run.block.tick()
         self._listeners.check()

@@ -36,7 +36,7 @@ def absolute(path: str | os.PathLike[str], name: str = "The path") -> str:
 
 def shown(path: str | os.PathLike[str]) -> str:
     """Return a path for messages: without the credentials that an address may contain."""
-    return re.sub("://[^/@]*@", "://", os.fspath(path))
+    return re.sub("://[^/@\\s]*@", "://", os.fspath(path))
 
 
 def local_path(path: str | os.PathLike[str], name: str = "The path") -> str:

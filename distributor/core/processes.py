@@ -90,6 +90,7 @@ class Stat(IntEnum):
     USER_TIME = 14
     REAPED_SYSTEM_TIME = 17
     START_TIME = 22
+    RESIDENT_PAGES = 24
     ARG_START = 48
     ARG_END = 49
 
@@ -133,6 +134,14 @@ def cpu_seconds_of_descendants(ancestor: int) -> float:
         total += sum(ticks[pid] for pid in found)
         unseen += found
     return total / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_and_memory(pid: int) -> tuple[float, float]:
+    """Return the CPU time of a process and its reaped children, and its resident bytes."""
+    stat = _stat(pid)
+    ticks = sum(map(int, stat[Stat.USER_TIME : Stat.REAPED_SYSTEM_TIME + 1]))
+    pages = int(stat[Stat.RESIDENT_PAGES])
+    return ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def status_field(pid: int, name: str) -> str:

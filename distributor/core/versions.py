@@ -112,6 +112,11 @@ def require_optuna(what: str) -> None:
     _require(what, ("optuna",), install_command("tune"))
 
 
+def require_jinja(what: str) -> None:
+    """Raise ModuleNotFoundError if no page could be made; torch requires jinja2."""
+    _require(what, ("jinja2",), "pip install jinja2")
+
+
 def _require(what: str, packages: tuple[str, ...], command: str) -> None:
     if missing := _missing(packages):
         listed = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))

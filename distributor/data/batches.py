@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from distributor.data.epochs import Epoch, Layout, Order, Progress, Span, between
 from distributor.errors import DistributorError
+from distributor.rank.context import worker_context
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -107,7 +108,7 @@ class Batches(Generic[T]):
         self._begin = begin
 
     def __iter__(self) -> Iterator[T]:
-        return self._begin()
+        return worker_context().clock.timed(self._begin())
 
 
 def read_chunk(source: Source, chunk: int) -> pa.Table:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from distributor.core.addresses import joined
 from distributor.errors import DistributorError
 from distributor.rank import messages
+from distributor.rank.step_clock import StepClock
 
 if TYPE_CHECKING:
     import torch
@@ -71,8 +72,10 @@ class WorkerContext:
         self,
         send_control: Callable[[bytes], object] = lambda message: None,
         progress_file: int | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         self.preemption_notices = PreemptionNotices(send_control)
+        self.clock = clock or StepClock()  # what this process spends its time on
         self.completed_steps = 0  # in earlier attempts too; sent with the program's failure
         self.uses_gpus = True  # if not, this process may still see some
         self.rendezvous: tuple[str, int] = ("", 0)  # of rank 0's store, whatever the program sets

@@ -59,12 +59,15 @@ class Reported:
         Whether the ranks had received a preemption notice before the report.
     number : int
         Its number, from 1. Those up to the checkpoint from which an attempt resumes count too.
+    seconds : float
+        From rank 0's call to the commit.
     """
 
     metrics: Sequence[Mapping[str, Any]]
     checkpoint: str | None = None
     preempted: bool = False
     number: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,23 @@ class Trained:
     has_had_group: bool
 
 
-Record = Progress | Reported | Trained
-_KINDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Progress, Reported, Trained)}
+@dataclass(frozen=True)
+class RanksUse:
+    """What the ranks of a node have done and used by now, which their agent reports.
+
+    Parameters
+    ----------
+    ranks : sequence of sequence of float
+        For each rank: its number, and the fields of `Counters` up to ``stopped``.
+    """
+
+    ranks: Sequence[Sequence[float]]
+
+
+Record = Progress | Reported | Trained | RanksUse
+_KINDS: dict[str, type[Record]] = {
+    kind.__name__: kind for kind in (Progress, Reported, Trained, RanksUse)
+}
 
 
 def line_of(record: Record) -> bytes:

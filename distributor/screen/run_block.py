@@ -168,6 +168,10 @@ class RunBlock:
     ----------
     progress : RunProgress or None
         That of the current attempt.
+    verdict : object
+        What limits the run, as text; None if that is not known.
+    is_shown : bool
+        Whether it is below a cell.
     """
 
     def __init__(self, name: Callable[[], str], facts: Mapping[str, str]) -> None:
@@ -179,15 +183,16 @@ class RunBlock:
         self._shown = ""
         self._state = "waiting"
         self.progress: RunProgress | None = None
+        self.verdict: object = None
         self._messages: list[str] = []
         self._last: dict[int, bytes] = {}
         self._context = ExitStack()
-        self._is_shown = False
+        self.is_shown = False
 
     def __enter__(self) -> RunBlock:
         self._began = time.monotonic()
-        self._is_shown = kind("stdout") == "notebook" and shows_notices()
-        if self._is_shown:
+        self.is_shown = kind("stdout") == "notebook" and shows_notices()
+        if self.is_shown:
             self._context.enter_context(notices_go_to(self.add_message))
             self._show()
         return self
@@ -216,7 +221,7 @@ class RunBlock:
 
     def note_output(self, rank: int, data: bytes) -> None:
         """Note what a rank has printed."""
-        if self._is_shown and data.strip():
+        if self.is_shown and data.strip():
             self._last[rank] = data
 
     def note_report(self, report: Reported) -> None:
@@ -226,11 +231,11 @@ class RunBlock:
 
     def tick(self) -> None:
         """Update the block if it is due. Called again and again."""
-        if self._is_shown and time.monotonic() >= self._due:
+        if self.is_shown and time.monotonic() >= self._due:
             self._show()
 
     def _show(self) -> None:
-        if not self._is_shown:
+        if not self.is_shown:
             return
         self._due = time.monotonic() + INTERVAL
         page = self._page()
@@ -282,6 +287,8 @@ class RunBlock:
             yield f"<div>{bar}{escaped(self.progress.meter())}</div>"
         if self.progress is not None and self._state != "finished":
             yield from self._ranks(self.progress)
+        if self.verdict is not None:
+            yield f'<div style="white-space: pre-wrap">{escaped(str(self.verdict))}</div>'
 
     def _ranks(self, progress: RunProgress) -> Iterator[str]:
         states = progress.states

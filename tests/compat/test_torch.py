@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from datetime import timedelta
 from types import SimpleNamespace
@@ -134,6 +135,80 @@ def test_groups_are_found_and_a_ddp_model_refers_to_what_frees_its_own() -> None
             assert model.process_group is not None
     finally:
         dist.destroy_process_group()
+
+
+def test_a_ddp_model_logs_how_long_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = sys.modules["torch.nn.parallel.distributed"]
+    ddp = torch.nn.parallel.DistributedDataParallel
+    monkeypatch.setattr(ddp, "__init__", ddp.__init__)
+    noted: list[Any] = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        what = "_set_ddp_runtime_logging_sample_rate or _get_ddp_logging_data"
+        with relies_on("torch", what, "torch.ddp_waiting"):
+            private.note_models(parallel, lambda *found: noted.append(found), 20)
+            model = ddp(torch.nn.Linear(1, 1))
+            assert noted == [(model, private.ddp_waiting, True)]
+            assert private.ddp_waiting(model) is None
+            for iteration in (1, 2, 3):
+                model(torch.ones(1, 1)).sum().backward()
+                found = private.ddp_waiting(model)
+                # Torch notes an iteration when the next one begins.
+                assert found is None if iteration == 1 else found[0] == iteration - 1
+                assert found is None or 0 <= found[1] < 1
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow  # the compiler takes seconds to import
+def test_the_steps_of_a_compiled_optimizer_are_counted(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    module = sys.modules["torch.optim.optimizer"]
+    model, calls = torch.nn.Linear(1, 1), []
+    optimizer = torch.optim.SGD(model.parameters())
+    with relies_on("torch", "_torchdynamo_disable", "torch.call_after_steps"):
+        handle = private.call_after_steps(module, lambda: calls.append(threading.get_ident()))
+        step = torch.compile(lambda: optimizer.step(), backend="eager")
+        for _ in range(3):
+            model(torch.ones(1)).backward()
+            step()
+        handle.remove()
+        assert len(calls) == 3
+        assert not [each for each in recwarn if "Dynamo does not know" in str(each.message)]
+
+
+def test_loaders_and_savers_are_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    saver = pytest.importorskip("torch.distributed.checkpoint.state_dict_saver")
+    loaders, serialization = sys.modules["torch.utils.data.dataloader"], torch.serialization
+    package = torch.distributed.checkpoint
+    iterator = loaders._BaseDataLoaderIter
+    for owner, name in (
+        *((iterator, "__next__"), (loaders.DataLoader, "__iter__")),
+        *((torch, "save"), (serialization, "save")),
+        *((package, "save"), (package, "async_save"), (saver, "save"), (saver, "async_save")),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    calls: list[str] = []
+
+    def timed(function: Any) -> Any:
+        return lambda *args, **kwargs: (
+            calls.append(function.__name__) or function(*args, **kwargs)  # type: ignore[func-returns-value]
+        )
+
+    with relies_on("torch", "_BaseDataLoaderIter.__next__", "torch.time_loaders"):
+        private.time_loaders(loaders, timed)
+        for num_workers in (0, 1):
+            assert len(list(torch.utils.data.DataLoader([1, 2], num_workers=num_workers))) == 2
+        assert calls == 2 * ["__iter__", *3 * ["__next__"]]
+    with relies_on("torch", "what exports its functions that save", "torch.time_calls"):
+        private.time_calls(serialization, ("save",), timed)
+        private.time_calls(saver, ("save", "async_save"), timed)
+        calls.clear()
+        torch.save(1, tmp_path / "1.pt")
+        package.save({}, checkpoint_id=str(tmp_path / "2"), no_dist=True)
+        assert calls == ["save", "save"]
+        assert package.async_save is saver.async_save
 
 
 def test_torch_asks_for_the_host_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:

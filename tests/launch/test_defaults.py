@@ -21,6 +21,7 @@ VALUES = {  # three texts of a variable or Spark property for each, with the set
     "warm": [("0", False), ("TRUE", True), ("false", False)],
     "hub_port": [("7078", 7078), ("7079", 7079), ("7080", 7080)],
     "rank_ports": [("1-2", "1-2"), ("3-4", "3-4"), ("29500", "29500")],
+    "event_log": [("0", False), ("TRUE", True), ("false", False)],
     "log_dir": [("{0}/a", "{0}/a"), ("{0}/b", "{0}/b"), ("{0}/c", "{0}/c")],
 }
 

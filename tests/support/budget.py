@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 26_854,
-    "modules in distributor/": 186,
-    "lines in tests/": 30_798,
+    "lines of code in distributor/": 28_926,
+    "modules in distributor/": 196,
+    "lines in tests/": 31_612,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

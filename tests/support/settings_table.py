@@ -18,7 +18,7 @@ SETTINGS = PAGES / "reference" / "settings.md"
 COMMANDS = PAGES / "reference" / "cli.md"
 ADMIN_DEFAULTS = {**admin_defaults(Settings), f'env["{CACHE_DIR.variable}"]': CACHE_DIR}
 """The defaults that administrators can set, by setting; that of the cache is a variable."""
-COMMAND_NAMES = ("run", "doctor")
+COMMAND_NAMES = ("run", "report", "doctor")
 
 
 def settings_tables() -> str:
@@ -57,7 +57,7 @@ def options_table(command: str) -> str:
     ]
     settings = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Settings)}
     rows = [
-        f"| {_flags(option)} | {_text((option.help or '').replace('%%', '%'))} |"
+        f"| {_flags(option)} | {_text(_unescaped(option.help or ''))} |"
         for option in commands[command]._actions
         if option.option_strings and option.option_strings[0] not in settings
     ]
@@ -77,6 +77,10 @@ def _default(field: dataclasses.Field[Any]) -> str:
 def _flags(option: argparse.Action) -> str:
     metavar = "" if option.nargs == 0 else f" {option.metavar or option.dest.upper()}"
     return ", ".join(f"`{flag}{metavar}`" for flag in option.option_strings)
+
+
+def _unescaped(help_text: str) -> str:
+    return help_text.replace("%%", "%").replace("<", "\\<")  # a tag for Markdown
 
 
 def _text(text: str) -> str:

@@ -131,15 +131,16 @@ def test_the_run_of_a_failed_job_has_the_error_and_the_output(
     [run] = runs_of(experiment)
     assert run.info.status == "FAILED"
     assert metrics_of(run) == {"before": 1.0}
-    output, error = (
-        mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/distributor/{name}.txt")
-        for name in ("rank_0", "error")
+    output, error, page = (
+        mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/distributor/{name}")
+        for name in ("rank_0.txt", "error.txt", "report.html")
     )
     assert f"rank 0 says {MASK}\n" in output
     assert "in fail" in error
     assert f"ValueError: wrong token {MASK}" in error
     assert run.data.tags["distributor.error"] == f"ValueError: wrong token {MASK}"
-    assert "s3cr3t" not in output + error
+    assert f"ValueError: wrong token {MASK}" in page
+    assert "s3cr3t" not in output + error + page
 
 
 def test_a_run_ends_although_its_store_is_slow(

@@ -16,7 +16,12 @@ from distributor.core.rank_variables import RUN_ID
 from distributor.core.text import Redaction
 from distributor.errors import RunTimeout, StartTimeout
 from distributor.node.agent.output import AgentListener, LogRelay
-from distributor.node.agent.usage import ActivityMonitor, SystemMetrics, has_host_usage
+from distributor.node.agent.usage import (
+    ActivityMonitor,
+    RanksMonitor,
+    SystemMetrics,
+    has_host_usage,
+)
 from distributor.node.agent.worker_handle import WorkerHandle, WorkerSelector, start_worker
 from distributor.node.process.specs import NodeShare
 from distributor.node.process.supervisor import Spawner
@@ -83,6 +88,7 @@ class Agent:
         has_metrics = RUN_ID in node.env and has_host_usage()
         self._system_metrics = SystemMetrics(node.name) if has_metrics else None
         self._log_relay = LogRelay(self._workers, listener, self._redaction)
+        self._ranks = RanksMonitor(self._workers, node)
         self._activity = ActivityMonitor(self._workers, node.activity_interval, node.uses_gpus)
         self._num_starting = node.ranks_per_node
         self._all_started_at = math.inf
@@ -97,6 +103,8 @@ class Agent:
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         try:
             self._stop_all()
+            if self._workers and self._node.settings.step_times:
+                self._write_use(self._ranks.sample(time.monotonic()))
             if kind is not None and issubclass(kind, Exception):
                 self._log_relay.drain()  # the output may show why the run was cut short
         finally:
@@ -174,7 +182,7 @@ class Agent:
             case messages.STARTED:
                 self._note_start(worker)
             case messages.VALUE:
-                worker.outcome = Value(worker.origin.rank, worker.outcome_file)
+                worker.settle(Value(worker.origin.rank, worker.outcome_file))
             case messages.FAILURE:
                 worker.outcome_file.seek(0)
                 self._note_failure(worker, pickle.load(worker.outcome_file))
@@ -213,7 +221,7 @@ class Agent:
         if self._is_stopping:
             return  # the failure is a consequence of the stop
         failure = redact(failure, self._redaction)
-        worker.outcome = failure
+        worker.settle(failure)
         self._failures.append(failure)
         self._grace_period.note_failure(failure, time.monotonic())
         self._listener.on_rank_failed(failure)
@@ -222,9 +230,14 @@ class Agent:
 
     def _report_usage(self) -> None:
         if self._system_metrics and (sample := self._system_metrics.sample_if_due()):
-            self._listener.write(self._workers[0].origin.rank, "usage", messages.line_of(sample))
+            self._write_use(sample)
+        if use := self._ranks.sample_if_due():
+            self._write_use(use)
         if (seconds := self._activity.idle_seconds_if_due()) is not None:
             self._listener.send(Idle(seconds))
+
+    def _write_use(self, record: messages.Record) -> None:
+        self._listener.write(self._workers[0].origin.rank, "usage", messages.line_of(record))
 
     def _check_deadlines(self, start_deadline: float, timeout: float) -> None:
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -11,10 +12,24 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from distributor.core.gpus import gpu_usage
-from distributor.core.processes import cpu_seconds_of_descendants, parent_pid
+from distributor.core.processes import (
+    Stat,
+    cpu_and_memory,
+    cpu_seconds_of_descendants,
+    parent_pid,
+    stat_field,
+)
 from distributor.core.resources import PROC, memory_info
 from distributor.node.agent.worker_handle import WorkerHandle
-from distributor.rank.messages import Progress
+from distributor.node.process.specs import NodeShare
+from distributor.rank.messages import Progress, RanksUse
+from distributor.rank.step_clock import (
+    NUM_REPORTED,
+    STEPS,
+    Counters,
+    read_counters,
+    write_stopped,
+)
 
 # Linux has them in ``/proc``, which is read with psutil's definitions of each figure: a Spark
 # executor may lack psutil, because Spark ships only this package. Other systems need psutil.
@@ -124,6 +139,92 @@ class SystemMetrics:
             yield f"gpu_{index}_utilization_percentage", busy
             yield f"gpu_{index}_memory_usage_megabytes", used / MEGABYTE
             yield f"gpu_{index}_memory_usage_percentage", 100 * used / whole
+
+
+STOP_INTERVAL = 0.1
+"""Seconds between two looks whether a rank's process is stopped."""
+FIRST_INTERVAL, LAST_INTERVAL, GROWTH = 1.0, 15.0, 300.0
+"""Seconds between two samples of the ranks at first and later, and the age per second of it."""
+RANKS_PER_SECOND = 200
+"""Ranks of a run that have one sample a second at most."""
+
+
+class RanksMonitor:
+    """Samples what each rank of a node has done and used.
+
+    Parameters
+    ----------
+    workers : sequence of WorkerHandle
+        The node's workers; those that are started later are appended to the same sequence.
+    node : NodeShare
+        The node's share of the run.
+    """
+
+    def __init__(self, workers: Sequence[WorkerHandle], node: NodeShare) -> None:
+        self._workers = workers
+        self._gpus = node.gpus or ()
+        self._began = time.monotonic()
+        self._least = max(FIRST_INTERVAL, node.world_size / RANKS_PER_SECOND)
+        self._next = self._began + self._least if node.settings.step_times else math.inf
+        self._looked_at = self._began
+        self._gpus_due = 0.0
+        self._latest: dict[int, Counters] = {}
+
+    def sample_if_due(self) -> RanksUse | None:
+        """Return the ranks' use, if it is time for it."""
+        now = time.monotonic()
+        if self._next == math.inf:
+            return None
+        if now >= self._looked_at + STOP_INTERVAL:
+            self._note_stopped(now)
+        return self.sample(now) if now >= self._next else None
+
+    def sample(self, now: float) -> RanksUse:
+        """Return the ranks' use now."""
+        interval = min(max((now - self._began) / GROWTH, FIRST_INTERVAL), LAST_INTERVAL)
+        self._next = now + max(self._least, interval)
+        if self._gpus and now >= self._gpus_due:
+            self._gpus_due = now + SAMPLE_INTERVAL
+            self._sample_gpus()
+        return RanksUse([self._row(worker, now) for worker in self._workers])
+
+    def _note_stopped(self, now: float) -> None:
+        seconds, self._looked_at = now - self._looked_at, now
+        if sys.platform == "linux":
+            for worker in self._workers:
+                with contextlib.suppress(OSError):  # it has ended
+                    if worker.working and stat_field(worker.pid, Stat.STATE) in "Tt":
+                        file = _counters(worker)
+                        write_stopped(file, read_counters(file, now).stopped + seconds)
+
+    def _row(self, worker: WorkerHandle, now: float) -> list[float]:
+        rank = worker.origin.rank
+        known = self._latest.get(rank, Counters())
+        until = min(now, worker.ended_at)
+        use = Counters(*known[:STEPS], *read_counters(_counters(worker), until)[STEPS:])
+        if use.began:
+            use = use._replace(alive=max(0.0, until - use.began))
+        if worker.working:
+            with contextlib.suppress(OSError):  # it has ended, or the system has no such files
+                cpu, memory = cpu_and_memory(worker.pid)
+                use = use._replace(cpu=cpu, memory=memory / MEGABYTE)
+        self._latest[rank] = use
+        return [rank, *(round(each, 4) for each in use[:NUM_REPORTED])]
+
+    def _sample_gpus(self) -> None:
+        usages = gpu_usage()
+        for worker in self._workers:
+            gpu = self._gpus[worker.origin.local_rank % len(self._gpus)]
+            if gpu.isdecimal() and int(gpu) < len(usages):
+                usage, rank = usages[int(gpu)], worker.origin.rank
+                self._latest[rank] = self._latest.get(rank, Counters())._replace(
+                    gpu=usage.utilization, gpu_memory=usage.memory_used / MEGABYTE
+                )
+
+
+def _counters(worker: WorkerHandle) -> int:
+    assert worker.counters is not None, "ranks are sampled only with counters"
+    return worker.counters.fileno()
 
 
 IDLE_CPU = 0.02

@@ -102,6 +102,8 @@ class WorkerHandle:
         The agent's end of its control channel.
     outcome_file, answers : BinaryIO
         The files with its outcome, and with the stacks that it was asked for.
+    counters : BinaryIO or None
+        The memory in which it counts its steps.
     output_files : dict of str to BinaryIO
         The files into which it writes what it prints and reports.
     scratch : str
@@ -112,6 +114,8 @@ class WorkerHandle:
         Its outcome, as soon as that is known.
     ignores_sigterm : bool
         Whether SIGTERM alone does not end it, because it subscribes to preemption notices.
+    ended_at : float
+        When, by ``time.monotonic``, it had an outcome; infinite before that.
     released_at : float
         When, by ``time.monotonic``, it was allowed to end; infinite before that.
     has_lingering_warning : bool
@@ -123,11 +127,13 @@ class WorkerHandle:
     control: socket.socket
     outcome_file: BinaryIO
     answers: BinaryIO
+    counters: BinaryIO | None
     output_files: dict[Source, BinaryIO]
     scratch: str
     relayed: Counter[Source] = field(default_factory=Counter)
     outcome: Outcome | None = None
     ignores_sigterm: bool = False
+    ended_at: float = math.inf
     released_at: float = math.inf
     has_lingering_warning: bool = False
 
@@ -143,6 +149,10 @@ class WorkerHandle:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def settle(self, outcome: Outcome) -> None:
+        """Note its outcome."""
+        self.outcome, self.ended_at = outcome, time.monotonic()
 
     def release(self) -> None:
         """Let the worker end, because no other rank needs it any longer."""
@@ -165,8 +175,9 @@ class WorkerHandle:
         """Close the files and the control channel."""
         remove_scratch(self.scratch)
         self.control.close()
-        for file in (self.answers, *self.output_files.values()):
-            file.close()
+        for file in (self.answers, self.counters, *self.output_files.values()):
+            if file is not None:
+                file.close()
         if not (keep_value and isinstance(self.outcome, Value)):
             self.outcome_file.close()
 
@@ -210,6 +221,7 @@ def start_worker(
         ours, theirs = map(opened.enter_context, socket.socketpair())
         ours.sendall(node.secret)
         outcome, answers, progress = (opened.enter_context(anonymous_file()) for _ in range(3))
+        counters = opened.enter_context(anonymous_file()) if node.settings.step_times else None
         stdout, stderr = (
             opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(2)
         )
@@ -222,6 +234,7 @@ def start_worker(
             outcome=outcome.fileno(),
             stacks=answers.fileno(),
             progress=progress.fileno(),
+            counters=counters.fileno() if counters else None,
             listener=store_socket.fileno() if store_socket and origin.rank == 0 else None,
             data=data.fileno() if data else None,
             scratch=new_scratch_path(),
@@ -231,4 +244,5 @@ def start_worker(
             process = spawner.start(worker_spec, environment, stdout, stderr, on_exit)
         opened.pop_all()  # the worker closes them
     files: dict[Source, BinaryIO] = {"stdout": stdout, "stderr": stderr, "progress": progress}
-    return WorkerHandle(origin, process, ours, outcome, answers, files, worker_spec.scratch)
+    scratch = worker_spec.scratch
+    return WorkerHandle(origin, process, ours, outcome, answers, counters, files, scratch)

@@ -112,6 +112,7 @@ class WorkerSpec:
     outcome: int  # an empty file for the value or failure
     stacks: int
     progress: int
+    counters: int | None  # a file in memory for its `Counters`; None if nothing is counted
     listener: int | None  # the bound socket for the rendezvous store; only rank 0 has it
     data: int | None  # a file with the node's part of the run's datasets
     scratch: str  # the folder for multiprocessing's sockets; who ends the rank removes it
@@ -135,5 +136,6 @@ class WorkerSpec:
         return replace(self, parent=parent, **numbers)
 
     def _descriptor_names(self) -> list[str]:
-        names = ("control", "program", "outcome", "stacks", "progress", "listener", "data")
+        names = ["control", "program", "outcome", "stacks", "progress"]
+        names += ["counters", "listener", "data"]
         return [name for name in names if getattr(self, name) is not None]

@@ -18,6 +18,7 @@ from distributor.node.process.fork_reset import set_thread_counts
 from distributor.rank.context import WorkerContext
 from distributor.rank.import_hooks import adapt, at_next_import
 from distributor.rank.messages import Progress, Trained
+from distributor.rank.step_clock import CHECKPOINT, DATA, GPU_STRIDE, WAITED, StepClock
 from distributor.serialization import code_pickle
 
 SPARK_FILES = "DISTRIBUTOR_SPARK_FILES"
@@ -51,6 +52,8 @@ def adapt_libraries(uses_gpus: bool, context: WorkerContext) -> None:
     adapt("torch.distributed.distributed_c10d", torch.keep_destroyed_groups)
     _report_training(context)
     _report_steps(context)
+    if context.clock.counts:
+        _count_steps(context.clock)
     # `SparkFiles` finds files as in Spark's own functions.
     if folder := os.environ.get(SPARK_FILES):
         for name in pyspark.MODULES_OF_SPARK_FILES:
@@ -71,6 +74,22 @@ def _report_training(context: WorkerContext) -> None:
 
     adapt("torch.optim.optimizer", lambda each: each.register_optimizer_step_post_hook(note_step))
     context.add_final_step(report)
+
+
+def _count_steps(clock: StepClock) -> None:
+    """Have the rank's clock count what it does from now on."""
+    adapt("torch.utils.data.dataloader", partial(torch.time_loaders, timed=clock.timing(DATA)))
+    barriers = partial(torch.time_calls, names=("barrier", "monitored_barrier"))
+    adapt("torch.distributed.distributed_c10d", partial(barriers, timed=clock.timing(WAITED)))
+    timed = clock.timing(CHECKPOINT)
+    # Transformers and Accelerate save by it.
+    adapt("safetensors.torch", partial(torch.time_calls, names=("save_file",), timed=timed))
+    adapt("torch.serialization", partial(torch.time_calls, names=("save",), timed=timed))
+    time_savers = partial(torch.time_calls, names=("save", "async_save"), timed=timed)
+    adapt("torch.distributed.checkpoint.state_dict_saver", time_savers)
+    note_models = partial(torch.note_models, note=clock.add_model, gpu_stride=GPU_STRIDE)
+    adapt("torch.nn.parallel.distributed", note_models)
+    adapt("torch.optim.optimizer", partial(torch.call_after_steps, call=clock.end_step))
 
 
 def _report_steps(context: WorkerContext) -> None:

@@ -40,6 +40,7 @@ from distributor.node.worker.stacks import enable_stack_dumps, write_collectives
 from distributor.rank import messages
 from distributor.rank.context import WorkerContext, enter_worker, finish_gpu_work
 from distributor.rank.import_hooks import after_import
+from distributor.rank.step_clock import StepClock
 from distributor.serialization import pickling
 from distributor.serialization.outcome import failure_of
 from distributor.serialization.program import Call, Script, load_program, write_files
@@ -123,7 +124,8 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
         sys.path[:0] = share.modules.split(os.pathsep)
     at_exit += [lambda: end_process(exit_code[0])]
     control = ControlChannel(worker_spec)
-    context = WorkerContext(control.send, worker_spec.progress)
+    clock = StepClock(worker_spec.counters)
+    context = WorkerContext(control.send, worker_spec.progress, clock)
     enter_worker(context)
     if share.settings.numa_binding and sys.platform == "linux":
         libraries.bind_to_numa_node(share.uses_gpus)

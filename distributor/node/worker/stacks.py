@@ -164,7 +164,7 @@ def append_stacks(text: str, stacks: Mapping[int, str]) -> str:
         return text
     shown = {rank: _shown(stack) for rank, stack in stacks.items()}
     parts = "".join(f"{ranks}:\n{stack}\n" for stack, ranks in _grouped(shown).items())
-    places = _grouped({rank: _place(stack) for rank, stack in stacks.items()})
+    places = _grouped({rank: place_of(stack) for rank, stack in stacks.items()})
     summary = "".join(f"\n  {ranks}: {place}" for place, ranks in places.items() if place)
     if summary:
         text = f"{text}\n\nWhere the ranks are:{summary}"
@@ -204,7 +204,28 @@ def _shown(stack: str) -> str:
     return with_cell_names(stack)
 
 
-def _place(stack: str) -> str:
+# The innermost frame of a rank that waits in a collective, in a backward pass or in a report.
+_COLLECTIVE = re.compile(
+    r"/torch/(?:autograd/graph|nn/parallel/distributed|distributed/.*)\.py$"
+    r"|/distributor/(?:rank/store_channel|train/runtime/\w+|train/collective)\.py$"
+)
+_STANDARD = re.compile(r"/lib(?:64)?/python\d[\d.]*/(?!(?:site|dist)-packages/)")
+
+
+def waits_for_others(stack: str) -> bool:
+    """Return whether a rank is in a call that may wait for other ranks."""
+    frames = _FRAME.findall(_THREAD.split(stack)[-1])
+    own = (file for file, _, _ in frames if not _STANDARD.search(file))
+    return bool(_COLLECTIVE.search(next(own, "")))
+
+
+def collective_number(stack: str) -> int | None:
+    """Return the number of the last collective that torch has recorded in front of a stack."""
+    numbers = re.findall(r"^  .*, number (\d+) of ", stack, re.MULTILINE)
+    return int(numbers[-1]) if numbers else None
+
+
+def place_of(stack: str) -> str:
     """Return the user's line at which a rank's main thread is, and what it called there.
 
     Empty if the stack has no line of the user's.

@@ -10,9 +10,10 @@ import contextlib
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distributor.core.addresses import host_name
@@ -59,6 +60,7 @@ class ReportRequest:
     # "preempted", whether the ranks know that the run is about to lose a process, and
     # "validation", the arguments of its ValidationTaskConfig, if requested; {}: the default.
     part: Mapping[str, Any]
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def key(self) -> str:
@@ -380,7 +382,8 @@ class ReportRounds:
         path = self._storage.checkpoint(name).path if checkpoint else None
         metrics = [part["metrics"] for part in parts]
         preempted, number = parts[0]["preempted"], request.number + 1
-        worker_context().send(Reported(metrics, path, preempted, number))
+        seconds = time.monotonic() - request.began
+        worker_context().send(Reported(metrics, path, preempted, number, seconds))
         return checkpoint
 
 

@@ -13,6 +13,7 @@ from distributor.core.rank_variables import CheckpointSettings, check_name
 from distributor.errors import DistributorError
 from distributor.filesystems import is_local
 from distributor.rank.context import worker_context
+from distributor.rank.step_clock import CHECKPOINT, WAITED
 from distributor.rank.store_channel import StoreChannel
 from distributor.train.runtime.report_round import ReportRequest, ReportRounds, UploadFn
 from distributor.train.storage.checkpoint import (
@@ -61,6 +62,9 @@ class Reporter:
         self._rounds = self._thread.submit(
             lambda: ReportRounds(StoreChannel.connect(), self.storage, settings, resume_from)
         ).result()
+        clock = worker_context().clock
+        self._wait_for_ranks = clock.timing(WAITED)(wait)
+        self._wait_for_report = clock.timing(CHECKPOINT)(Future[None].result)
         self._number = worker_context().completed_steps = self._rounds.num_reports
         worker_context().register_loader = self.register_loader
         worker_context().add_final_step(self.finish)
@@ -125,7 +129,7 @@ class Reporter:
         agreement = self._thread.submit(self._rounds.agree, request)
         self._pending.append(self._thread.submit(self._rounds.run, request, agreement))
         self._number += 1
-        if not _is_in_background(request, agreement):
+        if not self._is_in_background(request, agreement):
             self._wait_for_pending()
         worker_context().completed_steps = self._number
 
@@ -189,20 +193,20 @@ class Reporter:
                 "checkpoint_upload_fn is a part of a report, and cannot make or await one."
             )
 
+    def _is_in_background(self, request: ReportRequest, agreement: Future[dict[str, Any]]) -> bool:
+        """Return whether the program continues before the checkpoint is in storage."""
+        if request.mode is CheckpointUploadMode.ASYNC:
+            return True
+        self._wait_for_ranks([agreement])
+        # A rank without a checkpoint need not wait if the others do not.
+        if request.checkpoint is not None or agreement.exception() is not None:
+            return False  # the error is raised by the report itself
+        return bool(agreement.result()["in background"])
+
     def _wait_for_pending(self, most: int = 0) -> None:
         """Wait until no more are pending than that; an error of a report that is done is raised."""
         while self._pending and (self._pending[0].done() or len(self._pending) > most):
-            self._pending.pop(0).result()
-
-
-def _is_in_background(request: ReportRequest, agreement: Future[dict[str, Any]]) -> bool:
-    """Return whether the program continues before the checkpoint is in storage."""
-    if request.mode is CheckpointUploadMode.ASYNC:
-        return True
-    # A rank without a checkpoint need not wait if the others do not.
-    if request.checkpoint is not None or agreement.exception() is not None:
-        return False  # the error is raised by the report itself
-    return bool(agreement.result()["in background"])
+            self._wait_for_report(self._pending.pop(0))
 
 
 def _wait_for_validations(storage: Storage, deadline: float | None) -> None:

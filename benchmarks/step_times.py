@@ -1,0 +1,193 @@
+"""What counting a rank's steps costs: blocks of steps with the hooks and without, in turn.
+
+Both kinds of blocks are in the same processes, with the same model. The plain ones have none of the
+hooks, and torch's own log of DDP at its own rate.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.launch import titled as placed
+from benchmarks.measure import Driven, apart
+from benchmarks.peers import PEERS, Peer
+from benchmarks.report import Row, gathered, row
+from benchmarks.spark import LOCAL
+from benchmarks.turns import Effort, measured
+
+RANKS = 2
+STEPS = 200
+"""Steps of a block."""
+PAIRS, QUICK_PAIRS, WARM_UPS = 50, 5, 3
+SIZE, LAYERS, BATCH = 192, 4, 64
+"""Of the model, so that a step takes about 2 ms."""
+PLAIN_RATE = 100
+"""In how many steps DDP's log has one by default."""
+CALLS = 20_000
+DEADLINE = 600.0
+RATIO, STEP, HOOKS = "steps that are counted, beside plain ones", "a plain step", "hooks of a step"
+
+
+class Case(NamedTuple):
+    """A number of pairs of blocks."""
+
+    peer: Peer
+    pairs: int
+
+    @property
+    def title(self) -> str:
+        return titled()
+
+
+def titled() -> str:
+    """Return the title of the case."""
+    return f"{placed(LOCAL, RANKS)}, DDP on gloo"
+
+
+def measure(effort: Effort) -> list[Row]:
+    """Measure the cost of counting steps."""
+    peer = PEERS["ours"]
+    if effort.families and peer.family not in effort.families:
+        return []
+    cases = [Case(peer, QUICK_PAIRS if effort.quick else PAIRS)]
+    return measured(cases, 1, lambda case: apart(drive, DEADLINE, pairs=case.pairs), _rows)
+
+
+def drive(pairs: int) -> dict[str, Any]:
+    """Train on two ranks; return rank 0's ratios, and what the hooks of each rank take."""
+    from distributor import TorchDistributor
+
+    distributor = TorchDistributor(RANKS, use_gpu=False)
+    ranks = distributor.run_all(alternate, pairs)
+    return {
+        "ratios": ranks[0]["ratios"],
+        "steps": ranks[0]["steps"],
+        "hooks": [rank["hooks"] for rank in ranks],
+    }
+
+
+def alternate(pairs: int) -> dict[str, Any]:
+    """Train in blocks with the hooks and without; the order within a pair is random.
+
+    Returns
+    -------
+    dict
+        For each pair, the time with the hooks by the time without; milliseconds of a step without
+        them; microseconds that they take in a step by what they measure themselves.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from distributor.rank.step_clock import Counters
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    layers = [torch.nn.Linear(SIZE, SIZE) for _ in range(LAYERS)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    batches: Any = torch.rand(STEPS, BATCH, SIZE)
+    loader: Any = torch.utils.data.DataLoader(batches, batch_size=None)
+    hooks = Hooks(model, loader)
+    order = random.Random(0)  # the same on all ranks
+    ratios, steps = [], []
+    for pair in range(WARM_UPS + pairs):
+        seconds = {}
+        for counts in order.sample([True, False], 2):
+            hooks.use(counts)
+            dist.barrier()
+            began = time.perf_counter()
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+            seconds[counts] = time.perf_counter() - began
+        if pair >= WARM_UPS:
+            ratios.append(seconds[True] / seconds[False])
+            steps.append(1e3 * seconds[False] / STEPS)
+    hooks.use(True)
+    counted = Counters(*hooks.clock._cells)
+    if counted.steps != (WARM_UPS + pairs) * STEPS or not counted.waited:
+        raise RuntimeError(f"the hooks have counted {counted.steps:g} steps: {counted}")
+    dist.destroy_process_group()
+    taken = counted.hooks / counted.steps + hooks.seconds_of_wait()
+    return {"ratios": ratios, "steps": steps, "hooks": 1e6 * taken}
+
+
+class Hooks:
+    """The hooks that count this rank's steps, which can be removed and put back.
+
+    Parameters
+    ----------
+    model : DistributedDataParallel
+        The rank's model.
+    loader : DataLoader
+        Its loader.
+    """
+
+    def __init__(self, model: Any, loader: Any) -> None:
+        from torch.optim import optimizer
+
+        from distributor.rank.context import worker_context
+
+        self.clock = worker_context().clock
+        self._model = model
+        self._of_steps: Any = vars(optimizer)["_global_optimizer_post_hooks"]
+        self._counting = dict(self._of_steps)
+        self._of_loaders = [
+            (owner, name, method)
+            for each in (loader, iter(loader))
+            for owner in type(each).__mro__
+            for name, method in vars(owner).items()
+            if name in ("__iter__", "__next__") and hasattr(method, "__wrapped__")
+        ]
+        names = [hook.__name__ for hook in self._counting.values()]
+        if "call_eagerly" not in names or len(self._of_loaders) != 2:
+            raise RuntimeError("this rank has other hooks than those that are measured")
+
+    def use(self, counts: bool) -> None:
+        """Count the next steps, or have a plain loop."""
+        self._of_steps.clear()
+        self._of_steps.update(self._counting if counts else {})
+        for owner, name, method in self._of_loaders:
+            setattr(owner, name, method if counts else method.__wrapped__)
+        self._model._set_ddp_runtime_logging_sample_rate(1 if counts else PLAIN_RATE)
+
+    def seconds_of_wait(self) -> float:
+        """Return what it takes to count one wait for data."""
+        from distributor.rank.step_clock import DATA
+
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            self.clock.enter(DATA)
+            self.clock.leave()
+        return (time.perf_counter() - began) / CALLS
+
+
+def interval_of_median(values: Sequence[float], certainty: float = 0.95) -> tuple[float, float]:
+    """Return the interval that has the median with this probability, whatever the distribution.
+
+    Its ends are values of the sample: their places follow from the binomial distribution.
+    """
+    ordered, n = sorted(values), len(values)
+    outside, place = 0.5**n, 0  # the probability that fewer than `place + 1` are below the median
+    while place < n // 2 and 2 * (more := outside + math.comb(n, place + 1) * 0.5**n) <= (
+        1 - certainty
+    ):
+        outside, place = more, place + 1
+    return ordered[place], ordered[n - 1 - place]
+
+
+def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
+    ratios = gathered(measurements, "ratios")
+    low, high = interval_of_median(ratios)
+    interval = f"{statistics.median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}"
+    return [
+        row(case.peer, case.title, RATIO, ratios, "", interval),
+        row(case.peer, case.title, STEP, gathered(measurements, "steps"), "ms"),
+        row(case.peer, case.title, HOOKS, gathered(measurements, "hooks"), "µs", "each rank"),
+    ]

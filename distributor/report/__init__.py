@@ -1,0 +1,1 @@
+"""The report of a run: the event log, the account of its time, the verdict, and the page."""
