@@ -6,15 +6,16 @@ rank that hangs, is stopped or was killed. So nothing is sent, and there is no t
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
-import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
+from time import monotonic, thread_time
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class Counters(NamedTuple):
     waited : float
         Part of `stepped`: waiting for other ranks and for communication after the backward pass.
     step_cpu : float
-        CPU time of its main thread within `stepped`.
+        CPU time of its main thread within `stepped`, and while it waits for data and checkpoints.
     hooks : float
         What it takes to count the steps.
     models : float
@@ -103,7 +104,7 @@ def read_counters(descriptor: int, now: float) -> Counters:
     return Counters(*counters)
 
 
-READING = 5e-4
+READING = 2.5e-4
 """The part of the time of steps that reading how long they waited may take."""
 GPU_STRIDE = 23  # a prime: many programs do something at every tenth or hundredth step
 """In how many steps it is measured on GPUs, because each time is a synchronization."""
@@ -129,37 +130,18 @@ class StepClock:
             os.ftruncate(descriptor, SIZE)
             self._cells = memoryview(mmap.mmap(descriptor, SIZE)).cast("d")
             os.register_at_fork(after_in_child=self._stop)
-        self._thread = threading.get_ident()
-        self._last = self._cells[BEGAN] = time.monotonic()
-        self._last_cpu = time.thread_time()
+        self._thread = get_ident()
+        self._last = self._cells[BEGAN] = monotonic()
+        self._last_cpu = thread_time()
         self._aside = 0.0
         self._mean = 0.0
         self._is_outlier = False
-        self._reading = 0.0
+        self._due = math.inf  # how long steps must have taken until the waiting is read again
         self._models: list[_Model] = []
         self._read_until = self._read_stopped = 0.0
 
     def _stop(self) -> None:
         self.counts = False
-
-    def enter(self, kind: int) -> bool:
-        """Begin to wait for something; return False if that is no wait of its own."""
-        cells = self._cells
-        if not self.counts or cells[ACTIVITY] or threading.get_ident() != self._thread:
-            return False
-        cells[SINCE] = time.monotonic()
-        cells[ACTIVITY] = kind
-        self._entered_cpu = time.thread_time()
-        return True
-
-    def leave(self) -> None:
-        """End the wait that `enter` began."""
-        cells = self._cells
-        kind = int(cells[ACTIVITY])
-        waited = time.monotonic() - cells[SINCE]
-        cells[ACTIVITY] = 0.0
-        cells[kind] += waited
-        self._last_cpu += time.thread_time() - self._entered_cpu
 
     def timed(self, batches: Iterator[T]) -> Generator[T, None, None]:
         """Yield batches; the wait for each of them counts as `DATA`."""
@@ -173,15 +155,20 @@ class StepClock:
 
     def timing(self, kind: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
         """Return a decorator: calls of the function count as `DATA`, `CHECKPOINT` or `WAITED`."""
+        # What follows runs in each step, so it calls nothing that it need not.
+        cells, thread = self._cells, self._thread
 
         def decorate(function: Callable[..., T]) -> Callable[..., T]:
             def _call(*args: Any, **kwargs: Any) -> T:  # a stack names what it calls
-                if not self.enter(kind):
-                    return function(*args, **kwargs)
+                if not self.counts or cells[ACTIVITY] or get_ident() != thread:
+                    return function(*args, **kwargs)  # it is a part of another wait, or of none
+                cells[SINCE] = begin = monotonic()
+                cells[ACTIVITY] = kind
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    self.leave()
+                    cells[kind] += monotonic() - begin
+                    cells[ACTIVITY] = 0.0
 
             return _call
 
@@ -203,45 +190,39 @@ class StepClock:
             Whether each iteration is measured.
         """
         self._models.append(_Model(weakref.ref(model), read, knows_all))
+        self._due = min(self._due, self._cells[STEPPED])
         self._cells[MODELS] = len(self._models)
 
     def end_step(self) -> None:
         """Count a step; called at its end. An error of the clock itself stops it."""
-        if not self.counts or threading.get_ident() != self._thread:
+        if not self.counts or get_ident() != self._thread:
             return
         try:
-            self._end_step()
+            cells, now, cpu = self._cells, monotonic(), thread_time()
+            aside = cells[DATA] + cells[CHECKPOINT]
+            length = now - self._last - aside + self._aside
+            if cells[STEPS]:
+                stepped = cells[STEPPED]
+                if stepped >= (self._due / 2 if self._is_outlier else self._due):
+                    self._read_waiting()
+                cells[STEPPED] = stepped + length
+                cells[CPU] += cpu - self._last_cpu
+                self._is_outlier = length > OUTLIER * self._mean > 0.0
+                self._mean += (length - self._mean) * (0.1 if self._mean else 1.0)
+            else:
+                cells[FIRST] = length
+            self._last, self._aside, self._last_cpu = now, aside, cpu
+            cells[STEPS] += 1.0
+            cells[HOOKS] += monotonic() - now
         except Exception:
             self._stop()
-
-    def _end_step(self) -> None:
-        cells = self._cells
-        now, cpu = time.monotonic(), time.thread_time()
-        aside = cells[DATA] + cells[CHECKPOINT]
-        length = now - self._last - (aside - self._aside)
-        self._last, self._aside = now, aside
-        if cells[STEPS]:
-            if self._models:
-                self._read_waiting()
-            cells[STEPPED] += length
-            cells[CPU] += cpu - self._last_cpu
-            self._is_outlier = length > OUTLIER * self._mean > 0.0
-            self._mean += (length - self._mean) * (0.1 if self._mean else 1.0)
-        else:
-            cells[FIRST] = length
-        self._last_cpu = cpu
-        cells[STEPS] += 1.0
-        cells[HOOKS] += time.monotonic() - now
 
     def _read_waiting(self) -> None:
         """Count the waiting up to the step before: torch notes it when the next one begins."""
         cells = self._cells
-        budget = READING * cells[STEPPED]
-        if self._reading > (2 * budget if self._is_outlier else budget):
-            return
-        begin = time.thread_time()  # not while other processes have the CPU
+        begin = thread_time()  # not while other processes have the CPU
         waited = sum([model.waited(self._is_outlier) for model in self._models])
-        self._reading += time.thread_time() - begin
+        self._due += (thread_time() - begin) / READING
         if waited:
             # A rank that is stopped while it waits for others does not wait for them.
             stopped, self._read_stopped = cells[STOPPED] - self._read_stopped, cells[STOPPED]

@@ -204,7 +204,7 @@ class RunEvents:
     def _row(self, rank: int, now: float) -> list[float]:
         at, new = self._latest[rank]
         old = self._counted.get(rank) or [0.0] * len(new)
-        self._counted[rank] = new
+        self._counted[rank] = list(map(max, old, new))  # one may be read while it changes
         return [rank, round(1e3 * (now - at)), *map(_difference, FIELDS, old, new)]
 
 
