@@ -104,12 +104,12 @@ def read_counters(descriptor: int, now: float) -> Counters:
     return Counters(*counters)
 
 
-READING = 2.5e-4
+READING = 5e-4
 """The part of the time of steps that reading how long they waited may take."""
 GPU_STRIDE = 23  # a prime: many programs do something at every tenth or hundredth step
 """In how many steps it is measured on GPUs, because each time is a synchronization."""
-OUTLIER = 1.5
-"""A step that takes this many times the mean is read by itself, for twice that part."""
+OUTLIER = 3.0
+"""A step that takes this many times the mean is read in any case, and for itself alone."""
 
 
 class StepClock:
@@ -203,7 +203,7 @@ class StepClock:
             length = now - self._last - aside + self._aside
             if cells[STEPS]:
                 stepped = cells[STEPPED]
-                if stepped >= (self._due / 2 if self._is_outlier else self._due):
+                if stepped >= self._due or (self._is_outlier and self._models):
                     self._read_waiting()
                 cells[STEPPED] = stepped + length
                 cells[CPU] += cpu - self._last_cpu
