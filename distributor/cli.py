@@ -191,13 +191,13 @@ def _report_runs(options: argparse.Namespace) -> None:
     if options.list:
         _list_runs(options)
         return
-    log = find_log(options.run).absolute()
-    if options.json:
+    log = find_log(options.run)
+    if options.json and not options.output:
         print(json.dumps(read_summary(log)))
-    if not options.json or options.output:
-        page = save_page(log, options.output)
-        if not options.json:
-            print(printable(f"{as_text(page.summary)}\n\nPage: {page.path}"))
+        return
+    page = save_page(log, options.output)
+    text = f"{as_text(page.summary)}\n\nPage: {page.path}"
+    print(json.dumps(page.summary) if options.json else printable(text))
 
 
 def _list_runs(options: argparse.Namespace) -> None:

@@ -261,7 +261,7 @@ def test_the_page_of_a_long_run_is_small_and_safe(
         failed = {"attempt": 0, "rank": 1, "host": HOSTILE, "step": 1}
         events.add("failure", **failed, summary=HOSTILE, text=HOSTILE)
         events.add_stacks({1: HOSTILE}, 30.0, stalled=True)
-        events.end_attempt("failed", ValueError(HOSTILE))
+        events.end_attempt(ValueError(HOSTILE))
     summary = read_summary(log.path)
     assert summary["ranks"][63]["steps"] == 10_000
     html = render(summary)

@@ -197,19 +197,17 @@ def call_after_steps(optimizer: ModuleType, call: Callable[[], object]) -> Any:
 def note_models(parallel: ModuleType, note: Callable[..., object], gpu_stride: int) -> None:
     """Pass each DDP model to a function, with what reads its waiting: `ddp_waiting`.
 
-    The function's third argument is whether torch measures each iteration.
-
-    Torch measures every step on CPUs, and on GPUs one of `gpu_stride`, which it synchronizes for.
+    The function's third argument is whether torch measures each iteration: it does so on CPUs. On
+    GPUs, it measures one of `gpu_stride`, because it synchronizes for each.
     """
 
     @replacing(parallel.DistributedDataParallel, "__init__")
     def note_new(initialize: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
         if getattr(self, "logger", None) is not None:
-            self._set_ddp_runtime_logging_sample_rate(
-                1 if self.device_type == "cpu" else gpu_stride
-            )
-            note(self, ddp_waiting, self.device_type == "cpu")
+            knows_all = self.device_type == "cpu"
+            self._set_ddp_runtime_logging_sample_rate(1 if knows_all else gpu_stride)
+            note(self, ddp_waiting, knows_all)
 
 
 def ddp_waiting(model: Any) -> tuple[int, float] | None:

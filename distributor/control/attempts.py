@@ -16,7 +16,7 @@ from distributor.control.run import Attempt, Launcher, Resized, Run, register_ru
 from distributor.control.sink import DriverSink, Listeners
 from distributor.core.cell_errors import shorten_in_cell
 from distributor.core.text import counted, duration, listed
-from distributor.errors import DistributorError, RunCancelled
+from distributor.errors import DistributorError
 from distributor.policies import (
     LONG_ATTEMPT,
     FailedAttempt,
@@ -82,17 +82,15 @@ def _run_attempts(run: Run, launcher: Launcher, listeners: Listeners) -> Any:
                 ):
                     outcomes = Controller(attempt, handle, sink, deadline).follow()
                 values = _values_of(attempt, launcher, outcomes)
-            run.events.end_attempt("finished")
+            run.events.end_attempt()
             break
         except Resized as resized:
             run.notify(str(resized))
-            run.events.end_attempt("resized")
+            run.events.end_attempt(state="resized")
             run.graceful_shutdown.end_attempt()
         except Exception as error:
             _note_failure(attempt, error, time.monotonic() - attempt_began)
-            run.events.end_attempt(
-                "stopped" if isinstance(error, RunCancelled) else "failed", error
-            )
+            run.events.end_attempt(error)
             run.graceful_shutdown.end_attempt()
             listeners.attempt_failed(number, error)
             if _reason_to_stop(run):

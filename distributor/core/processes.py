@@ -127,7 +127,7 @@ def cpu_seconds_of_descendants(ancestor: int) -> float:
         with contextlib.suppress(OSError):  # it has ended
             stat = _stat(pid)
             children.setdefault(int(stat[Stat.PARENT_PID]), []).append(pid)
-            ticks[pid] = sum(map(int, stat[Stat.USER_TIME : Stat.REAPED_SYSTEM_TIME + 1]))
+            ticks[pid] = _cpu_ticks(stat)
     total, unseen = 0, [ancestor]
     while unseen:
         found = children.pop(unseen.pop(), [])
@@ -139,9 +139,12 @@ def cpu_seconds_of_descendants(ancestor: int) -> float:
 def cpu_and_memory(pid: int) -> tuple[float, float]:
     """Return the CPU time of a process and its reaped children, and its resident bytes."""
     stat = _stat(pid)
-    ticks = sum(map(int, stat[Stat.USER_TIME : Stat.REAPED_SYSTEM_TIME + 1]))
     pages = int(stat[Stat.RESIDENT_PAGES])
-    return ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
+    return _cpu_ticks(stat) / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cpu_ticks(stat: list[bytes]) -> int:
+    return sum(map(int, stat[Stat.USER_TIME : Stat.REAPED_SYSTEM_TIME + 1]))
 
 
 def status_field(pid: int, name: str) -> str:

@@ -188,8 +188,7 @@ class Account:
         """Return a rank's seconds in each bucket, with its open time as what it probably is."""
         seconds = list(rank.seconds)
         if self.ended is None:
-            is_first = len(self.attempts) == 1
-            bucket = START if is_first else RECOVERY
+            bucket = self._launching
             if self.attempts and self.attempts[-1]["state"] == "running":
                 bucket = COMPUTE if rank.attempt_steps else bucket
             seconds[bucket] += max(0.0, self.now - rank.until)
@@ -323,15 +322,6 @@ class Account:
         for rank in self.ranks.values():
             rank.since_checkpoint = [0.0] * len(BUCKETS)
 
-    def _on_failure(self, event: Mapping[str, Any]) -> None:
-        self.failures.append(dict(event))
-
-    def _on_stall(self, event: Mapping[str, Any]) -> None:
-        self.stalls.append(dict(event))
-
-    def _on_preempted(self, event: Mapping[str, Any]) -> None:
-        self.preemptions.append(dict(event))
-
     def _on_attempt_ended(self, event: Mapping[str, Any]) -> None:
         if not self.attempts:
             return
@@ -392,9 +382,9 @@ _HANDLERS: dict[str, Callable[[Account, Mapping[str, Any]], None]] = {
     "ended": Account._on_ended,
     "use": Account._on_use,
     "report": Account._on_report,
-    "failure": Account._on_failure,
-    "stall": Account._on_stall,
-    "preempted": Account._on_preempted,
+    "failure": lambda account, event: account.failures.append(dict(event)),
+    "stall": lambda account, event: account.stalls.append(dict(event)),
+    "preempted": lambda account, event: account.preemptions.append(dict(event)),
     "attempt_ended": Account._on_attempt_ended,
     "end": Account._on_end,
 }

@@ -35,6 +35,8 @@ LOCK_SECONDS = 1.0
 TAIL_BYTES = 2**20
 """Bytes at the end of a log that certainly have its last event."""
 SUFFIX = ".jsonl"
+SECONDS_OF_ID = len("20261130-081025")
+"""The part of a run's id that has the second in which it began."""
 
 Event = Mapping[str, Any]
 
@@ -66,8 +68,8 @@ class EventLog:
     def __init__(self, run_id: str, logs: Path | None, env: Mapping[str, str]) -> None:
         self._link = runs_folder() / f"{run_id}{SUFFIX}"
         self.path = self._link if logs is None else logs / f"events{SUFFIX}"
-        escaped = {name: json.dumps(value)[1:-1] for name, value in env.items()}
-        self._redactions = Redaction(env), Redaction(escaped)
+        escaped = {f"{name} in JSON": json.dumps(value)[1:-1] for name, value in env.items()}
+        self._redaction = Redaction({**env, **escaped})
         self._events: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="event-log", daemon=True)
         self._has_warned = self._is_cut = False
@@ -126,9 +128,7 @@ class EventLog:
 
     def _line(self, event: Event) -> bytes:
         text = json.dumps(event, separators=(",", ":"), default=_plain, ensure_ascii=False)
-        for redaction in self._redactions:
-            text = redaction.of_text(text)
-        return text.encode(errors="backslashreplace") + b"\n"
+        return self._redaction.of_text(text).encode(errors="backslashreplace") + b"\n"
 
     def _write(self, file: Any, line: bytes) -> None:
         data = b"\n" + line if self._is_cut else line
@@ -162,11 +162,23 @@ def remove_oldest(folder: Path, max_runs: int = MAX_RUNS, max_bytes: float = MAX
     Logs that are being written stay. Of a log in a ``log_dir``, the link is removed.
     """
     num_bytes = 0.0
-    for number, path in enumerate(sorted(folder.glob(f"*{SUFFIX}"), reverse=True), start=1):
+    for number, path in enumerate(logs_in(folder), start=1):
         with contextlib.suppress(OSError):
             num_bytes += path.lstat().st_size
             if (number >= max_runs or num_bytes > max_bytes) and not is_being_written(path):
                 path.unlink()
+
+
+def logs_in(folder: Path) -> list[Path]:
+    """Return the event logs of a folder, the latest first."""
+    return sorted(folder.glob(f"*{SUFFIX}"), key=_begun, reverse=True)
+
+
+def _begun(log: Path) -> tuple[str, int]:
+    """Return a key by which logs are in the order in which their runs began."""
+    with contextlib.suppress(OSError):  # it has just been removed
+        return log.stem[:SECONDS_OF_ID], log.lstat().st_mtime_ns
+    return log.stem[:SECONDS_OF_ID], 0
 
 
 def is_being_written(path: Path) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from distributor.errors import RunCancelled, RunStalled
+from distributor.errors import RunStalled
 from distributor.rank.messages import RanksUse
 from distributor.rank.step_clock import FIELDS
 from distributor.report.account import Account
@@ -20,6 +20,7 @@ from distributor.report.event_log import VERSION, EventLog
 from distributor.report.runs import Page, save_page
 from distributor.report.verdict import TOO_SHORT, Verdict, recent_verdict_of, verdict_of
 from distributor.screen.messages import warn_once
+from distributor.screen.run_block import state_after
 from distributor.serialization.outcome import Failure
 
 FIRST_WINDOW, LAST_WINDOW, AGE_PER_SECOND = 1.0, 60.0, 360.0
@@ -75,11 +76,9 @@ class RunEvents:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        is_stopped = isinstance(error, (RunCancelled, KeyboardInterrupt))
-        state = "finished" if error is None else "stopped" if is_stopped else "failed"
         if self.account.attempts and self.account.attempts[-1]["state"] == "running":
-            self.end_attempt(state, error)
-        self.add("end", state=state, error=_text_of(error), goodput=self._goodput)
+            self.end_attempt(error)
+        self.add("end", state=state_after(error), error=_text_of(error), goodput=self._goodput)
         self._opened.close()
 
     @property
@@ -125,10 +124,13 @@ class RunEvents:
         self._reset()
         self.add("attempt", number=number, ranks=ranks)
 
-    def end_attempt(self, state: str, error: BaseException | None = None) -> None:
-        """Add the end of an attempt, after what its ranks have done last."""
+    def end_attempt(self, error: BaseException | None = None, state: str = "") -> None:
+        """Add the end of an attempt, after what its ranks have done last.
+
+        Its state is that after the error, unless another is given.
+        """
         self._flush()
-        is_stalled = isinstance(error, RunStalled)
+        state, is_stalled = state or state_after(error), isinstance(error, RunStalled)
         self.add("attempt_ended", state=state, error=_text_of(error), stalled=is_stalled)
 
     def note_use(self, use: RanksUse) -> None:

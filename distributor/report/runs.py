@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +14,12 @@ from distributor.errors import LogError
 from distributor.report.event_log import (
     SUFFIX,
     is_being_written,
+    logs_in,
     read_ends,
     runs_folder,
 )
 from distributor.report.summary import read_summary
 from distributor.report.verdict import Verdict
-
-SECONDS_OF_ID = len("20261130-081025")
-"""The part of a run's id that has the second in which it began."""
 
 
 def save_page(
@@ -131,18 +128,6 @@ def find_log(run: str | os.PathLike[str] | None = None) -> Path:
         f"There is no run {os.fspath(run)!r} in {folder}. The latest are "
         f"{', '.join(log.stem for log in logs[:3])}; distributor report --list lists all."
     )
-
-
-def logs_in(folder: Path) -> list[Path]:
-    """Return the event logs of a folder, the latest first."""
-    return sorted(folder.glob(f"*{SUFFIX}"), key=_begun, reverse=True)
-
-
-def _begun(log: Path) -> tuple[str, int]:
-    """Return a key by which logs are in the order in which their runs began."""
-    with contextlib.suppress(OSError):  # it has just been removed
-        return log.stem[:SECONDS_OF_ID], log.lstat().st_mtime_ns
-    return log.stem[:SECONDS_OF_ID], 0
 
 
 def list_runs() -> Iterator[dict[str, Any]]:

@@ -13,7 +13,6 @@ from distributor.report.account import (
     WORK,
     Account,
     RankAccount,
-    Row,
 )
 from distributor.report.event_log import is_being_written, read_log
 from distributor.report.verdict import recent_verdict_of, verdict_of
@@ -45,6 +44,7 @@ def read_summary(path: Path) -> dict[str, Any]:
         account.add(event)
         curves.add(event, account)
     timeline.began = account.began
+    verdict = verdict_of(account)
     if account.ended is None and not is_being_written(path):
         account.state = "lost"
         if account.attempts and account.attempts[-1]["state"] == "running":
@@ -58,13 +58,13 @@ def read_summary(path: Path) -> dict[str, Any]:
         "ended": account.ended,
         "seconds": round(account.duration, 3),
         "goodput": account.goodput,
-        "verdict": verdict_of(account)._asdict(),
+        "verdict": verdict._asdict(),
         "recent": recent._asdict() if (recent := recent_verdict_of(account)) else None,
         "unseen": list(_unseen(account)),
         "attempts": account.attempts,
         "ranks": [_rank(account, number, rank) for number, rank in sorted(account.ranks.items())],
-        "timeline": timeline.rows(account),
-        **curves.data(account),
+        "timeline": timeline.rows(account, verdict.rank),
+        **curves.data(),
         "failures": account.failures,
         "stalls": account.stalls,
         "preemptions": account.preemptions,
@@ -151,14 +151,14 @@ class Timeline:
                         sums[bucket] -= lost
                         sums[LOST] += lost
 
-    def rows(self, account: Account) -> dict[str, Any]:
+    def rows(self, account: Account, named: int | None = None) -> dict[str, Any]:
         """Return the timeline as plain data."""
         return {
             "began": account.began,
             "width": self._width,
             "rows": [
                 {"rank": rank, "bins": [_shares(sums, self._width) for sums in self._bins[rank]]}
-                for rank in _shown(account)
+                for rank in _shown(account, named)
                 if rank in self._bins
             ],
         }
@@ -180,12 +180,12 @@ def _shares(sums: Sequence[float], width: float) -> list[float]:
     return [figure for pair in pairs if pair[1] > 0 for figure in pair]
 
 
-def _shown(account: Account) -> list[int]:
-    """Return the ranks of the timeline; if there are too many, those that failed are among them."""
+def _shown(account: Account, named: int | None) -> list[int]:
+    """Return the ranks of the timeline; of too many, those that failed or are named come first."""
     ranks = sorted(account.ranks)
     if len(ranks) <= MAX_ROWS:
         return ranks
-    first = {failure["rank"] for failure in account.failures} | {verdict_of(account).rank}
+    first = {failure["rank"] for failure in account.failures} | {named}
     ordered = sorted(ranks, key=lambda rank: (rank not in first, rank))
     return sorted(ordered[:MAX_ROWS])
 
@@ -206,8 +206,8 @@ class Curves:
         if kind == "attempt":
             self._begin_attempt()
         elif kind == "use":
-            rows = map(Row.of, event["ranks"])
-            self._add_use(at, {row.rank: row.use for row in rows if row.use.alive}, account)
+            window = account.recent[-1]  # of this event
+            self._add_use(at, {rank: u for rank, u in window.rows.items() if u.alive}, account)
         elif kind in ("progress", "report"):
             self._add_metrics(at, event["metrics"])
             if event.get("checkpoint"):
@@ -246,7 +246,7 @@ class Curves:
             if is_number and (name in self._metrics or len(self._metrics) < MAX_METRICS):
                 self._metrics.setdefault(name, Curve()).add(at, value)
 
-    def data(self, account: Account) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:
         """Return the curves as plain data."""
         return {
             "throughput": self._throughput.points,

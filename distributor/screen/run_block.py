@@ -199,7 +199,7 @@ class RunBlock:
 
     def __exit__(self, cls: object, error: BaseException | None, trace: object) -> None:
         self._context.close()
-        self._state = _state_after(error)
+        self._state = state_after(error)
         self._facts["duration"] = duration(time.monotonic() - self._began)
         if self.progress is not None and (hosts := set(self.progress.hosts.values())):
             ranks = counted(self.progress.num_ranks, "rank")
@@ -313,7 +313,8 @@ class RunBlock:
             )
 
 
-def _state_after(error: BaseException | None) -> str:
+def state_after(error: BaseException | None) -> str:
+    """Return the state of a run that has ended with an error, or without one."""
     if error is None:
         return "finished"
     return "stopped" if isinstance(error, (RunCancelled, KeyboardInterrupt)) else "failed"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 28_911,
+    "lines of code in distributor/": 28_899,
     "modules in distributor/": 196,
     "lines in tests/": 31_612,
 }
