@@ -42,6 +42,13 @@ def worked(rank: int, seconds: float, first: float = 0.0, **shares: float) -> li
     return [rank, 0.0, *sums._replace(**parts)[:NUM_REPORTED]]
 
 
+def account_of(events: Events) -> Account:
+    account = Account()
+    for each in events:
+        account.add(each)
+    return account
+
+
 ATTEMPTS = [
     event(0.0, "run", run="a"),
     event(1.0, "attempt", number=0, ranks=2),
@@ -60,7 +67,7 @@ ATTEMPTS = [
 
 
 def test_each_second_of_a_rank_is_in_one_bucket() -> None:
-    account = Account().add_all(ATTEMPTS)
+    account = account_of(ATTEMPTS)
     found = [dict(zip(BUCKETS, rank.seconds, strict=True)) for rank in account.ranks.values()]
     both = {"start": 2.4, "data": 0.6, "compute": 1.5, "wait": 0.3, "checkpoint": 0.2, "lost": 1}
     again = {"compute": 2.5, "recovery": 3.0, "stall": 0, "idle": 0, "end": 2.0}
@@ -71,7 +78,7 @@ def test_each_second_of_a_rank_is_in_one_bucket() -> None:
 def test_a_log_that_lacks_a_line_can_be_read() -> None:
     """A full disk takes lines, also those of an attempt or of a start."""
     for left_out in range(1, len(ATTEMPTS)):
-        account = Account().add_all(ATTEMPTS[:left_out] + ATTEMPTS[left_out + 1 :])
+        account = account_of(ATTEMPTS[:left_out] + ATTEMPTS[left_out + 1 :])
         assert verdict_of(account).verdict
 
 
@@ -153,20 +160,20 @@ def lasting(events: Events, seconds: int, *ranks: Mapping[str, float]) -> Events
 def test_the_cause_is_named_only_if_it_explains_the_wait(
     ranks: Any, verdict: str, rank: int | None, text: str
 ) -> None:
-    found = verdict_of(Account().add_all(lasting([], 60, *ranks)))
+    found = verdict_of(account_of(lasting([], 60, *ranks)))
     assert (found.verdict, found.rank) == (verdict, rank)
     assert re.search(text, found.why)
 
 
 def test_a_rank_that_becomes_slow_is_in_the_verdict_of_the_last_minutes() -> None:
     events = lasting(lasting([], 7200, BUSY, BUSY), 360, WAITS, BUSY)
-    account = Account().add_all(events)
+    account = account_of(events)
     recent = recent_verdict_of(account)
     assert recent is not None
     assert (verdict_of(account).verdict, recent.verdict, recent.rank) == ("healthy", "straggler", 1)
     idle = {"steps": 0.0}
-    account.add_all(lasting(events, 60, idle, idle)[len(events) :])
-    assert verdict_of(account).why == "No rank has done anything for 1 min 0 s."
+    found = verdict_of(account_of(lasting(events, 60, idle, idle)))
+    assert found.why == "No rank has done anything for 1 min 0 s."
 
 
 class Sizes:
@@ -213,8 +220,7 @@ def test_curves_and_timelines_are_thinned() -> None:
     points = curve.points
     assert MAX_POINTS / 2 <= len(points) <= MAX_POINTS
     assert sum(value for _, value in points) / len(points) == pytest.approx(4.5, abs=0.1)
-    account = Account().add_all([event(0.0, "run"), event(0.0, "attempt", number=0, ranks=1)])
-    shown = timeline.rows(account)
+    shown = timeline.data(0.0, [0])
     [row] = shown["rows"]
     assert NUM_BINS / 2 <= len(row["bins"]) <= NUM_BINS
     assert row["bins"][0] == [0, 0.25, len(BUCKETS) - 1, 0.75]

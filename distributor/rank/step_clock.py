@@ -48,7 +48,8 @@ class Counters(NamedTuple):
     waited : float
         Part of `stepped`: waiting for other ranks and for communication after the backward pass.
     step_cpu : float
-        CPU time of its main thread within `stepped`, and while it waits for data and checkpoints.
+        CPU time of its main thread within `stepped`, and while it waits for data and checkpoints;
+        up to `CPU_INTERVAL` may be missing at the end.
     hooks : float
         What it takes to count the steps.
     models : float
@@ -110,6 +111,8 @@ GPU_STRIDE = 23  # a prime: many programs do something at every tenth or hundred
 """In how many steps it is measured on GPUs, because each time is a synchronization."""
 OUTLIER = 3.0
 """A step that takes this many times the mean is read in any case, and for itself alone."""
+CPU_INTERVAL = 0.01
+"""How often CPU time is read (seconds): it is a system call, and takes as long as all else."""
 
 
 class StepClock:
@@ -132,7 +135,7 @@ class StepClock:
             os.register_at_fork(after_in_child=self._stop)
         self._thread = get_ident()
         self._last = self._cells[BEGAN] = monotonic()
-        self._last_cpu = thread_time()
+        self._first_cpu = self._cpu_due = 0.0
         self._aside = 0.0
         self._mean = 0.0
         self._is_outlier = False
@@ -198,7 +201,7 @@ class StepClock:
         if not self.counts or get_ident() != self._thread:
             return
         try:
-            cells, now, cpu = self._cells, monotonic(), thread_time()
+            cells, now = self._cells, monotonic()
             aside = cells[DATA] + cells[CHECKPOINT]
             length = now - self._last - aside + self._aside
             if cells[STEPS]:
@@ -206,12 +209,14 @@ class StepClock:
                 if stepped >= self._due or (self._is_outlier and self._models):
                     self._read_waiting()
                 cells[STEPPED] = stepped + length
-                cells[CPU] += cpu - self._last_cpu
+                if stepped >= self._cpu_due:
+                    cells[CPU] = thread_time() - self._first_cpu
+                    self._cpu_due = stepped + CPU_INTERVAL
                 self._is_outlier = length > OUTLIER * self._mean > 0.0
                 self._mean += (length - self._mean) * (0.1 if self._mean else 1.0)
             else:
-                cells[FIRST] = length
-            self._last, self._aside, self._last_cpu = now, aside, cpu
+                cells[FIRST], self._first_cpu = length, thread_time()
+            self._last, self._aside = now, aside
             cells[STEPS] += 1.0
             cells[HOOKS] += monotonic() - now
         except Exception:

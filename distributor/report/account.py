@@ -168,12 +168,6 @@ class Account:
         if handler := _HANDLERS.get(event.get("event", "")):
             handler(self, event)
 
-    def add_all(self, events: Iterable[Mapping[str, Any]]) -> Account:
-        """Add events, and return the account."""
-        for event in events:
-            self.add(event)
-        return self
-
     # Sums
 
     def total(self) -> list[float]:

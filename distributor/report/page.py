@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 LIMIT = 50
 """Failures, stalls, attempts and checkpoints that are shown, of each."""
-MAX_ROWS = 64
-"""Ranks that the table has at most."""
 LEAST = 5e-4
 """The share of a bucket from which on it is shown."""
 USES = {
@@ -58,6 +55,7 @@ def render(summary: Mapping[str, Any]) -> str:
         for key, (text, factor) in USES.items()
     }
     named = {name: metrics[name] for name in sorted(metrics, key=lambda name: name != "loss")}
+    shown = {row["rank"] for row in summary["timeline"]["rows"]}
     page = _template(summary["began"]).render(
         summary,
         summary=summary,
@@ -66,7 +64,7 @@ def render(summary: Mapping[str, Any]) -> str:
         made=time.time(),
         num_hosts=len({rank["host"] for rank in ranks if rank["host"]}),
         shares=_shares([rank["seconds"] for rank in ranks]),
-        rows=_unusual(ranks, summary["verdict"]["rank"]),
+        rows=[rank for rank in ranks if rank["rank"] in shown],
         columns={key: column for key, column in COLUMNS.items() if any(r[key] for r in ranks)},
         curves=[
             *_curves(summary, {"Steps per second": summary["throughput"]}, True),
@@ -136,19 +134,6 @@ def _shares(ranks: Sequence[Seconds]) -> list[tuple[str, float, float, str]]:
         (name, took, share, f"{STYLES[name][0]}: {_percent(share)}, {duration(took)}")
         for name, took, share in parts
     ]
-
-
-def _unusual(ranks: Sequence[Any], named: int | None) -> Sequence[Any]:
-    """Return ranks; of too many, the named one and those that differ most from the mean."""
-    if len(ranks) <= MAX_ROWS:
-        return ranks
-    mean = {name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in BUCKETS}
-
-    def difference(rank: Any) -> float:
-        return math.fsum(abs(rank["seconds"][name] - mean[name]) for name in BUCKETS)
-
-    order = sorted(ranks, key=lambda rank: (rank["rank"] != named, -difference(rank)))
-    return order[:MAX_ROWS]
 
 
 def _curves(

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from distributor.rank.step_clock import GPU_STRIDE, Counters
-from distributor.report.account import (
-    BUCKETS,
-    LOST,
-    WORK,
-    Account,
-    RankAccount,
-)
+from distributor.report.account import BUCKETS, LOST, WORK, Account, RankAccount
 from distributor.report.event_log import is_being_written, read_log
 from distributor.report.verdict import recent_verdict_of, verdict_of
 
 NUM_BINS, MAX_ROWS = 200, 64
-"""Bins of the timeline at most, and rows."""
+"""Bins of the timeline at most, and ranks in it and in the page's table."""
 MAX_POINTS, MAX_METRICS = 400, 12
 """Points of a curve, and metrics, at most."""
 LARGEST = 1e200
@@ -45,6 +41,8 @@ def read_summary(path: Path) -> dict[str, Any]:
         curves.add(event, account)
     timeline.began = account.began
     verdict = verdict_of(account)
+    ranks = [_rank(account, number, rank) for number, rank in sorted(account.ranks.items())]
+    first = {failure["rank"] for failure in account.failures} | {verdict.rank}
     if account.ended is None and not is_being_written(path):
         account.state = "lost"
         if account.attempts and account.attempts[-1]["state"] == "running":
@@ -62,8 +60,8 @@ def read_summary(path: Path) -> dict[str, Any]:
         "recent": recent._asdict() if (recent := recent_verdict_of(account)) else None,
         "unseen": list(_unseen(account)),
         "attempts": account.attempts,
-        "ranks": [_rank(account, number, rank) for number, rank in sorted(account.ranks.items())],
-        "timeline": timeline.rows(account, verdict.rank),
+        "ranks": ranks,
+        "timeline": timeline.data(account.began, _shown(ranks, first)),
         **curves.data(),
         "failures": account.failures,
         "stalls": account.stalls,
@@ -151,17 +149,14 @@ class Timeline:
                         sums[bucket] -= lost
                         sums[LOST] += lost
 
-    def rows(self, account: Account, named: int | None = None) -> dict[str, Any]:
-        """Return the timeline as plain data."""
-        return {
-            "began": account.began,
-            "width": self._width,
-            "rows": [
-                {"rank": rank, "bins": [_shares(sums, self._width) for sums in self._bins[rank]]}
-                for rank in _shown(account, named)
-                if rank in self._bins
-            ],
-        }
+    def data(self, began: float, ranks: Sequence[int]) -> dict[str, Any]:
+        """Return the timeline of some ranks of a run that began then as plain data."""
+        bins = ((rank, self._bins.get(rank, ())) for rank in ranks)
+        rows = [
+            {"rank": rank, "bins": [_shares(sums, self._width) for sums in each]}
+            for rank, each in bins
+        ]
+        return {"began": began, "width": self._width, "rows": rows}
 
     def _index(self, at: float) -> int:
         assert self.began is not None
@@ -180,14 +175,17 @@ def _shares(sums: Sequence[float], width: float) -> list[float]:
     return [figure for pair in pairs if pair[1] > 0 for figure in pair]
 
 
-def _shown(account: Account, named: int | None) -> list[int]:
-    """Return the ranks of the timeline; of too many, those that failed or are named come first."""
-    ranks = sorted(account.ranks)
+def _shown(ranks: Sequence[Mapping[str, Any]], first: Set[int | None]) -> list[int]:
+    """Return the ranks; of too many, first some and then those that differ most from the mean."""
     if len(ranks) <= MAX_ROWS:
-        return ranks
-    first = {failure["rank"] for failure in account.failures} | {named}
-    ordered = sorted(ranks, key=lambda rank: (rank not in first, rank))
-    return sorted(ordered[:MAX_ROWS])
+        return [rank["rank"] for rank in ranks]
+    mean = {name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in BUCKETS}
+
+    def difference(rank: Mapping[str, Any]) -> float:
+        return math.fsum(abs(rank["seconds"][name] - mean[name]) for name in BUCKETS)
+
+    order = sorted(ranks, key=lambda rank: (rank["rank"] not in first, -difference(rank)))
+    return sorted(rank["rank"] for rank in order[:MAX_ROWS])
 
 
 class Curves:

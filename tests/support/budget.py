@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 28_899,
+    "lines of code in distributor/": 28_885,
     "modules in distributor/": 196,
-    "lines in tests/": 31_612,
+    "lines in tests/": 31_618,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
