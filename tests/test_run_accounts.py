@@ -151,6 +151,8 @@ def lasting(events: Events, seconds: int, *ranks: Mapping[str, float]) -> Events
         ([WAITS, {**BUSY, "step_cpu": 0.4}], "straggler", 1, "without using its CPU"),
         ([LOADS, WAITS, WAITS], "straggler", 0, "wait 50 ms in each step.*longer for its data"),
         ([BUSY, WAITS, {**WAITS, "waited": 0.45}, WAITS], "straggler", 0, "CPU time"),
+        ([WAITS, {**WAITS, "stopped": 0.2}], "straggler", 1, "wait 20 ms.*was stopped for 12"),
+        ([WAITS, *[{**WAITS, "stopped": 0.2}] * 2], "healthy", None, "50 % waiting"),
         ([LOADS] * 2, "input-bound", None, "50 % of the time for data: 50 ms of 100 ms"),
         ([OTHER, {**LOADS, "models": 0}, OTHER], "straggler", 1, "longer for its data"),
         ([OTHER] * 2, "healthy", None, "100 % compute"),

@@ -274,8 +274,10 @@ class Account:
         seconds[DATA] = use.data
         seconds[CHECKPOINT] = use.checkpoint
         seconds[COMPUTE] = use.stepped - seconds[WAIT]
-        for bucket in (COMPUTE, DATA, self._launching):
-            stopped = min(rank.stopped, seconds[bucket]) if any(seconds) else 0.0
+        # It may have been stopped after its latest step. What does not fit there was before.
+        pending = max(0.0, rank.alive_until - rank.until - sum(seconds))
+        for bucket in (COMPUTE, DATA, self._launching, WAIT):
+            stopped = min(max(0.0, rank.stopped - pending), seconds[bucket])
             seconds[bucket] -= stopped
             seconds[STALL] += stopped
             rank.stopped -= stopped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -10,13 +11,7 @@ from typing import NamedTuple
 from distributor.core.text import counted, duration, listed
 from distributor.node.worker.stacks import collective_number, place_of, waits_for_others
 from distributor.rank.step_clock import Counters
-from distributor.report.account import (
-    LOST,
-    RECOVERY,
-    Account,
-    Window,
-    joined,
-)
+from distributor.report.account import LOST, RECOVERY, Account, Window, joined
 
 MIN_STEPS, MIN_SECONDS = 20, 5.0
 """Steps of a rank, and seconds, below which nothing can be said."""
@@ -250,13 +245,9 @@ def _verdict_of_steps(account: Account, parts: Sequence[Window], seconds: float)
 
 
 def _straggler_in(account: Account, shares: _Shares, parts: Sequence[Window]) -> _Straggler | None:
-    found = _slowest(shares)
-    if found is None:
-        return None
-    # That a process is stopped has been seen, and need not be inferred from what others wait.
-    stopped = shares.rows[found.ranks[0]].stopped
-    if stopped >= LEAST_SHARE * shares.time and found.seconds >= stopped / 3:
-        return found._replace(share=max(found.share, stopped / shares.time), reason="stopped")
+    found = _stopped(shares) or _slowest(shares)
+    if found is None or found.reason:
+        return found
     extras = _extras(shares, found)
     found = found._replace(reason=max(extras, key=lambda name: extras[name]))
     if found.explained < (SURE if found.reason == "sleeps" else MOST):
@@ -279,6 +270,16 @@ def _divided(windows: Sequence[Window]) -> list[Window]:
         middle = (window.begin + window.end) / 2
         parts[min(NUM_PARTS - 1, int((middle - begin) / (length or 1.0)))].append(window)
     return [joined(part) for part in parts if part]
+
+
+def _stopped(shares: _Shares) -> _Straggler | None:
+    """Return the rank that was stopped, which is seen, and not inferred from what others wait."""
+    rank = max(shares.rows, key=lambda rank: shares.rows[rank].stopped)
+    others = [row.stopped for each, row in shares.rows.items() if each != rank]
+    seconds = shares.rows[rank].stopped - statistics.median(others or [math.inf])
+    if seconds < LEAST_SHARE * shares.time:
+        return None
+    return _Straggler([rank], seconds / shares.time, seconds, 1.0, "stopped")
 
 
 def _slowest(shares: _Shares) -> _Straggler | None:

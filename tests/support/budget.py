@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LIMITS = {
     "lines of code in distributor/": 28_885,
     "modules in distributor/": 196,
-    "lines in tests/": 31_618,
+    "lines in tests/": 31_620,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
