@@ -99,6 +99,11 @@ class DeepspeedTorchDistributor(TorchDistributor):
         check_bool("localMode", localMode)
         check_bool("useGpu", useGpu)
         _config_arguments(deepspeedConfig)
+        if settings.get("recovery", "restart") != "restart":
+            raise ValueError(
+                "recovery must be 'restart' with DeepSpeed, whose ranks each have a part of the "
+                f"model's state, but is {settings['recovery']!r}."
+            )
         object.__setattr__(self, "deepspeed_config", deepspeedConfig)
         super().__init__(numGpus * nnodes, local_mode=localMode, use_gpu=useGpu, **settings)
 

@@ -60,6 +60,8 @@ class FailedAttempts:
         The first and the latest.
     count, num_preempted : int
         How many there are, and how many of them were preempted.
+    num_survived : int
+        How many ranks were lost in attempts that went on without them.
     num_quick : int
         How many in a row, up to the last, have failed quickly.
     num_same : int
@@ -72,10 +74,16 @@ class FailedAttempts:
         self.kept: list[FailedAttempt] = []
         self.count = 0
         self.num_preempted = 0
+        self.num_survived = 0
         self.num_quick = 0
         self.num_same = 0
         self.cause: Failure | None = None
         self._counts: Counter[tuple[str, int]] = Counter()
+
+    @property
+    def all(self) -> int:
+        """How many failures count, those that the attempt has survived included."""
+        return self.count + self.num_survived
 
     @property
     def last(self) -> FailedAttempt:
@@ -134,7 +142,7 @@ def reason_to_stop(
         return "another attempt would not help"
     is_preempted = bool(failed.last.preempted)
     limits = max_failures, max_preemption_failures
-    return limit_reached(failed.count, failed.num_preempted, is_preempted, *limits)
+    return limit_reached(failed.all, failed.num_preempted, is_preempted, *limits)
 
 
 def limit_reached(

@@ -303,6 +303,15 @@ class Settings:
         repeats at the same step counts like any other, with a warning.""",
         group="failures",
     )
+    recovery: Literal["restart", "in_place"] = setting(
+        "restart",
+        types.one_of("restart", "in_place"),
+        """What follows the loss of a rank. "restart" starts all ranks again, from the latest
+        checkpoint. "in_place" has the others go on in their processes, without losing a step, and
+        starts a process in the place of the lost one; if that is not possible, all restart.""",
+        group="failures",
+        reaches_ranks=True,
+    )
     max_preemption_failures: int | None = setting(
         None,
         types.FAILURES_IF_ANY,
@@ -368,6 +377,36 @@ def check_shown_ranks(settings: Settings, max_processes: int) -> None:
             f"{name} has {listed('rank', beyond)}, but {number} is {max_processes}: ranks have the "
             f"numbers from 0 to {max_processes - 1}."
         )
+
+
+def check_recovery(settings: Settings, max_processes: int) -> None:
+    """Check that survivors of a lost rank can go on, if they are to.
+
+    Parameters
+    ----------
+    settings : Settings
+        Has ``recovery``, and how the user calls settings.
+    max_processes : int
+        The number of ranks at most.
+    """
+    if settings.recovery != "in_place":
+        return
+    name, most, number, barrier = (
+        settings.spelling.of(each)
+        for each in ("recovery", "max_failures", "num_processes", "barrier")
+    )
+    if settings.max_failures == 0:
+        problem = f"{most} is 0, so the first failure ends the run: set {most} to how many may fail"
+    elif max_processes == 1:
+        problem = f"{number} is 1: there is no rank that could go on"
+    elif settings.barrier:
+        problem = (
+            f"{barrier} is True, and Spark ends a barrier stage with one of its executors: leave "
+            f"{barrier} unset"
+        )
+    else:
+        return
+    raise ValueError(f"{name} is 'in_place', but {problem}.")
 
 
 _IGNORED: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [

@@ -38,6 +38,7 @@ from distributor.report.run_events import RunEvents
 from distributor.run_spec import (
     RunSpec,
     Settings,
+    check_recovery,
     check_shown_ranks,
     forwarded_env,
     gpu_type_of,
@@ -176,6 +177,7 @@ class TorchDistributor(Settings):
         # The dataclass is frozen for its users; here the number of ranks is resolved, once.
         min_processes, max_processes = check_num_processes("num_processes", self.num_processes)
         check_shown_ranks(self, max_processes)
+        check_recovery(self, max_processes)
         with self.spelling.renames():
             planned = plan(self, min_processes, max_processes)
         ranks = planned.num_processes
@@ -541,7 +543,8 @@ def plan(settings: TorchDistributor, min_processes: int, max_processes: int) -> 
         max_processes,
         settings.use_gpu,
         settings.pool,
-        settings.barrier,
+        # Spark ends a barrier stage with one of its executors.
+        False if settings.recovery == "in_place" else settings.barrier,
         gpu_sharing=settings.gpu_sharing,
     )
     kind = BarrierLauncher if cluster.barrier else GangLauncher

@@ -74,6 +74,7 @@ def local(num_processes: Any = 1, **settings: Any) -> TorchDistributor:
     return TorchDistributor(num_processes, **settings)
 
 
+IN_PLACE = {"num_processes": 2, "recovery": "in_place", "max_failures": 1}
 BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_processes": 0}, ValueError, "num_processes has to be a positive integer, but is 0"),
     ({"num_processes": True}, TypeError, "num_processes .* but is True of type bool"),
@@ -100,6 +101,10 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"log_dir": __file__}, NotADirectoryError, f"log_dir .* but '{re.escape(__file__)}'"),
     ({"environment": "no.tar.gz"}, FileNotFoundError, "no packed environment 'no.tar.gz' .looked"),
     ({"environment": __file__}, ValueError, "a packed environment ends in .tar.gz, .*as a list"),
+    ({"recovery": 1}, ValueError, "recovery must be 'restart' or 'in_place', but is 1"),
+    ({**IN_PLACE, "max_failures": 0}, ValueError, "in_place', but max_failures is 0, so"),
+    ({**IN_PLACE, "num_processes": 1}, ValueError, "in_place', but num_processes is 1: "),
+    ({**IN_PLACE, "barrier": True}, ValueError, "in_place', but barrier is True, and"),
     ({"py_modules": "named"}, TypeError, "py_modules lists modules by name .* but is 'named'"),
 ]
 

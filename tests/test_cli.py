@@ -321,6 +321,7 @@ FLAGS: dict[str, tuple[list[str], object]] = {
     "storage_path": (["--storage-path", "s3://bucket/runs"], "s3://bucket/runs"),
     "name": (["--name", "mine"], "mine"),
     "max_failures": (["--max-failures", "2"], 2),
+    "recovery": (["--recovery", "in_place"], "in_place"),
     "max_preemption_failures": (["--max-preemption-failures", "-1"], -1),
     "environment": (["--environment", "env.tar.gz"], "env.tar.gz"),
     "barrier": (["--no-barrier"], False),

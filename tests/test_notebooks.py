@@ -149,6 +149,19 @@ def test_the_notebooks_without_spark(tmp_path: Path) -> None:
     assert ran.errors() == []
 
 
+@pytest.mark.slow(ci=True)
+def test_the_loss_of_a_rank(tmp_path: Path) -> None:
+    """Kill a rank: the others make all steps in their processes, and another takes its place."""
+    for module in ("ipykernel", "matplotlib", "nbclient", "pandas", "sklearn"):
+        pytest.importorskip(module)
+    ran = Ran(run_here("recovery", tmp_path / "recovery"))
+    weights = "len(values), all(torch.equal(each, weights[0]) for each in weights)"
+    assert ran.value(weights) == (3, True)
+    assert ran.value("[each == list(range(1, steps + 1)) for each in made]") == [True, True]
+    assert ran.value("(found == test_labels).double().mean().item()") > 0.9
+    assert ran.errors() == []
+
+
 @pytest.mark.slow
 def test_the_study(tmp_path: Path) -> None:
     """Search with trials of two ranks, prune some, and load the best trial's model."""

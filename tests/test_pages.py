@@ -32,7 +32,7 @@ OPTIONAL = {
     *("sklearn", "transformers", "trl"),
 }
 """Packages without which a page is skipped."""
-WARNS = {"docs/how-to/hangs.md", "docs/how-to/study.md"}
+WARNS = {"docs/how-to/hangs.md", "docs/how-to/recovery.md", "docs/how-to/study.md"}
 """Pages whose programs show warnings of this package on purpose."""
 LEAST_BLOCKS = 60
 BLOCKS = {str(page.relative_to(ROOT)): python_blocks(page) for page in pages()}

@@ -10,6 +10,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -241,6 +242,52 @@ def time_calls(owner: Any, names: tuple[str, ...], timed: Timing) -> None:
         for each in (owner, sys.modules.get(owner.__name__.rpartition(".")[0])):
             if getattr(each, name, None) is original:
                 setattr(each, name, replacement)
+
+
+def forget_failed_group() -> None:
+    """Have the next default process group use the keys that one has used which could not form."""
+    import torch.distributed as dist
+
+    dist.distributed_c10d._world.group_count = 0
+
+
+def limit_group(seconds: float) -> None:
+    """Set how long a collective of the default process group may take."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=seconds)
+    dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+
+
+def begin_alone(distributed_c10d: ModuleType) -> None:
+    """Have ``init_process_group`` form a group of this process alone, unless it gets a store."""
+
+    @replacing(distributed_c10d, "rendezvous")
+    def be_alone(_: Any, *args: Any, **kwargs: Any) -> Any:
+        yield sys.modules["torch.distributed"].HashStore(), 0, 1
+
+
+def skip_schedules(lr_scheduler: ModuleType, is_void: Callable[[Any], bool]) -> None:
+    """Have schedulers not count a step of which the function says that it has changed nothing."""
+
+    def wrap(owner: Any) -> None:
+        @replacing(owner, "step")
+        def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+            return None if is_void(self) else original(self, *args, **kwargs)
+
+    for owner in vars(lr_scheduler).values():
+        is_scheduler = isinstance(owner, type) and issubclass(owner, lr_scheduler.LRScheduler)
+        if is_scheduler and "step" in vars(owner):
+            wrap(owner)
+
+
+def note_calls(owner: Any, name: str, note: Callable[..., object]) -> None:
+    """Pass the arguments of each call of a function to another one first."""
+
+    @replacing(owner, name)
+    def call(original: Any, *args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return original(*args, **kwargs)
 
 
 def keep_destroyed_groups(distributed_c10d: ModuleType) -> None:

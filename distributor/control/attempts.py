@@ -100,6 +100,7 @@ def _run_attempts(run: Run, launcher: Launcher, listeners: Listeners) -> Any:
     seconds = duration(time.monotonic() - began)
     message = f"Finished {launcher.training(attempt.num_ranks)} in {seconds}"
     run.notify(message, run.spec.settings.spelling.logger)
+    _warn_about_lost_ranks(attempt)
     _warn_about_separate_models(attempt)
     _show_verdict(run)
     return values if run.spec.keep_all else values[0]
@@ -192,6 +193,12 @@ def _announce_next(run: Run) -> None:
         run.cancellation.pause(seconds)
 
 
+def _warn_about_lost_ranks(attempt: Attempt) -> None:
+    if lost := attempt.survived:
+        each = "".join(f"\n  {failure.origin}: {failure.summary}" for failure in lost)
+        warn(f"The run went on without {counted(len(lost), 'rank')} that it lost:{each}")
+
+
 def _warn_about_separate_models(attempt: Attempt) -> None:
     """Warn if ranks have trained models of their own, of which the value of one is returned."""
     trained = attempt.trained
@@ -212,7 +219,7 @@ def _values_of(attempt: Attempt, launcher: Launcher, outcomes: list[Outcome]) ->
         if attempt.raised:
             raise_first(attempt.raised)
         values = {outcome.rank: outcome for outcome in outcomes if isinstance(outcome, Value)}
-        wanted = range(attempt.num_ranks) if attempt.spec.keep_all else [0]
+        wanted = attempt.numbers if attempt.spec.keep_all else attempt.numbers[:1]
         if missing := [rank for rank in wanted if rank not in values]:
             raise DistributorError(
                 f"Neither a value nor a failure was received from {listed('rank', missing)}."

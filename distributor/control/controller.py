@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from distributor.control.membership import Membership
 from distributor.control.nodes import Nodes, Outcomes, RendezvousDecision
 from distributor.control.run import Attempt, Handle, NodeEnded, NodesEnded, Resized, RunEvent
 from distributor.control.sink import DriverSink
@@ -21,9 +22,10 @@ from distributor.core.text import counted, listed
 from distributor.core.versions import check_alike, pickling_software
 from distributor.errors import NodeLost, RunStalled, RunTimeout, StartTimeout
 from distributor.node.worker.stacks import append_stacks
-from distributor.policies import Deadlines, FailureGracePeriod, StallWatch
+from distributor.policies import Deadlines, FailureGracePeriod, StallWatch, limit_reached
+from distributor.rank.messages import MemberState
 from distributor.screen.messages import notify, warn, warn_about_nodes
-from distributor.serialization.outcome import Outcome
+from distributor.serialization.outcome import Failure, Outcome
 from distributor.wire import messages
 from distributor.wire.messages import HERE, LOST, Lost
 from distributor.wire.protocol import NODE_LEASE_SECONDS
@@ -91,6 +93,9 @@ class Controller:
         self._stalls = StallWatch(settings.stall_warning, settings.stall_timeout)
         self._outcomes = Outcomes(attempt)
         self._grace_period = FailureGracePeriod(handle.num_nodes)
+        goes_on = settings.recovery == "in_place"
+        self._membership = Membership(attempt.num_ranks) if goes_on else None
+        attempt.on_member_state = self._on_member_state
         self._stacks: dict[int, dict[int, str]] = {}
         self._ending: NodesEnded | None = None
         self._ended: set[int] = set()
@@ -464,10 +469,70 @@ class Controller:
         self._outcomes.values[message.value.rank] = message.value
 
     def _on_failed(self, node: int, message: messages.Failed) -> None:
-        self._outcomes.failures.append(message.failure)
-        self._note_end([message.failure.origin.rank], "failed")
-        self._attempt.run.events.add_failure(message.failure)
-        self._grace_period.note_failure(message.failure, self._clock())
+        failure, membership = message.failure, self._membership
+        self._note_end([failure.origin.rank], "failed")
+        self._attempt.run.events.add_failure(failure)
+        if membership is not None and self.state is RunState.RUNNING:
+            reason = self._reason_to_restart(membership, failure)
+            if reason is None:
+                self._lose(membership, node, failure)
+                return
+            self._attempt.run.notify(f"The other ranks do not go on: {reason}.")
+        self._end_by(failure)
+
+    def _end_by(self, *failures: Failure) -> None:
+        """End the attempt because of failures, after those that it has not survived yet."""
+        if self._membership is not None:
+            failures = (*self._membership.pending, *failures)
+            self._membership.pending = []
+        self._outcomes.failures += failures
+        for failure in failures:
+            self._grace_period.note_failure(failure, self._clock())
+
+    def _reason_to_restart(self, membership: Membership, failure: Failure) -> str | None:
+        """Return why the ranks do not go on without one that has failed, if they do not."""
+        failed, settings = self._attempt.run.failed, self._attempt.settings
+        if len(self._nodes.linked) < self._nodes.count:
+            return "a node has no link to this process"
+        limit = limit_reached(failed.all + 1, 0, False, settings.max_failures, None)
+        return membership.reason_to_restart(failure) or limit
+
+    def _lose(self, membership: Membership, node: int, failure: Failure) -> None:
+        """Go on without a rank, and start a process that takes its place."""
+        run = self._attempt.run
+        run.failed.num_survived += 1
+        self._attempt.survived.append(failure)
+        run.notify(
+            f"Lost {failure.origin}: {failure.summary.rstrip('.')}. The other ranks go on in their "
+            "processes, and another process takes its place."
+        )
+        if failure.step is not None:
+            run.notify(failure.text.rstrip())  # its traceback
+        run.events.lose(failure.origin.rank)
+        self._attempt.progress.replace(failure.origin.rank)
+        members = membership.lose(failure)
+        self._attempt.numbers = membership.numbers
+        if members.change != "end":
+            self._links.send(node, messages.ReplaceRank(failure.origin.rank))
+        self._links.broadcast(messages.MembersChanged(*members))
+
+    def _on_member_state(self, rank: int, state: MemberState) -> None:
+        membership = self._membership
+        if membership is None:
+            return
+        if state.state == "unable" and membership.refusal is None:
+            self._attempt.run.warn_once(
+                f"recovery='in_place' does not apply: {state.reason}. A failure restarts all ranks "
+                "from the latest checkpoint."
+            )
+        if members := membership.note(rank, state):
+            self._links.broadcast(messages.MembersChanged(*members))
+        self._attempt.numbers = membership.numbers
+        if membership.refusal is not None and not membership.has_formed:
+            self._attempt.run.notify(f"The other ranks do not go on: {membership.refusal}.")
+            if not membership.pending:
+                raise NodeLost("The ranks have lost their connections to each other.")
+            self._end_by()
 
     def _note_end(self, ranks: list[int], state: str) -> None:
         self._attempt.progress.end(ranks, state)

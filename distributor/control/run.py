@@ -21,9 +21,10 @@ from distributor.core.threads import MessageQueue
 from distributor.errors import DistributorError, RunTimeout, StartTimeout
 from distributor.node.process.specs import NodeShare
 from distributor.policies import FailedAttempts, activity_interval, is_preemption, limit_reached
+from distributor.rank.messages import MemberState
 from distributor.report.run_events import RunEvents
 from distributor.run_spec import RunSpec, Settings
-from distributor.screen.messages import LOGGER, RunLabel, notify
+from distributor.screen.messages import LOGGER, RunLabel, notify, warn
 from distributor.screen.run_block import RunBlock, RunProgress
 from distributor.serialization.outcome import Failure, Value, cause_first
 from distributor.settings import Listener, rank_settings
@@ -162,6 +163,8 @@ class Run:
         Whether its state is shown, besides what ranks print.
     events : RunEvents
         Its event log, and the account of its time.
+    warned : set of str
+        Warnings that are not repeated in its further attempts.
     """
 
     spec: RunSpec
@@ -179,6 +182,13 @@ class Run:
     resumption: Callable[[], str | None] = lambda: None
     has_status: bool = True
     events: RunEvents = field(default_factory=RunEvents)
+    warned: set[str] = field(default_factory=set)
+
+    def warn_once(self, message: str) -> None:
+        """Show a warning unless an attempt of this run has shown it."""
+        if message not in self.warned:
+            self.warned.add(message)
+            warn(message)
 
     def notify(self, message: str, logger: str = LOGGER) -> None:
         """Show a message about this run."""
@@ -208,6 +218,12 @@ class Attempt:
         The hosts that stopped answering.
     progress : RunProgress
         Its progress.
+    numbers : sequence of int
+        The ranks that were members at the end: all of them, unless survivors went on.
+    survived : list of Failure
+        Failures of ranks without which the others went on.
+    on_member_state : callable
+        Called with a rank and what it reports about its membership.
     trained : dict of int to bool
         The ranks in which an optimizer has made steps, and whether they have had a process group.
     stack_requests : StackRequests
@@ -222,11 +238,15 @@ class Attempt:
     preempted: dict[str, list[int]] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
     progress: RunProgress = field(init=False)
+    numbers: Sequence[int] = field(init=False)
+    survived: list[Failure] = field(default_factory=list)
+    on_member_state: Callable[[int, MemberState], object] = lambda rank, state: None
     trained: dict[int, bool] = field(default_factory=dict)
     stack_requests: StackRequests = field(default_factory=StackRequests)
 
     def __post_init__(self) -> None:
         self.progress = RunProgress(self.num_ranks)
+        self.numbers = range(self.num_ranks)
 
     @property
     def spec(self) -> RunSpec:
@@ -255,7 +275,7 @@ class Attempt:
         is_preempted = is_preemption(None, cause, self.preempted, self.silent)
         limits = self.settings.max_failures, self.settings.max_preemption_failures
         failed = self.run.failed
-        counts = failed.count + 1, failed.num_preempted + is_preempted, is_preempted
+        counts = failed.all + 1, failed.num_preempted + is_preempted, is_preempted
         is_last = limit_reached(*counts, *limits) is not None
         return not (is_last or self.run.graceful_shutdown.sigterm_received)
 

@@ -12,7 +12,7 @@ from distributor.control.run import Attempt
 from distributor.core.text import counted
 from distributor.errors import RunCancelled
 from distributor.node.agent.output import LogFiles
-from distributor.rank.messages import RanksUse, Reader, Record, Reported, Trained
+from distributor.rank.messages import MemberState, RanksUse, Reader, Record, Reported, Trained
 from distributor.screen.console import Console
 from distributor.screen.messages import notify, warn
 from distributor.settings import Listener
@@ -199,6 +199,8 @@ class DriverSink:
         events = self._attempt.run.events
         if isinstance(record, Trained):
             self._attempt.trained[rank] = record.has_had_group
+        elif isinstance(record, MemberState):
+            self._attempt.on_member_state(rank, record)
         elif isinstance(record, RanksUse):
             events.note_use(record)
         elif isinstance(record, Reported):

@@ -286,6 +286,12 @@ class Progress:
         self._pass = Pass(resumed)
         return self._pass
 
+    def begin_rest(self, left: Epoch) -> Pass:
+        """Begin a pass over what is left of an epoch that other ranks have begun."""
+        self._next_epoch = left.number + 1
+        self._pass = Pass(left)
+        return self._pass
+
     def end(self, finished: Pass) -> None:
         """Go on to the next epoch, rows that the pass has dropped included."""
         if self._pass is finished:

@@ -34,6 +34,7 @@ from distributor.node.process.specs import NodeShare
 from distributor.node.process.supervisor import Interpreter, StartLimit
 from distributor.node.process.zygote import ZygoteSpec
 from distributor.policies import AFTER_COLLATERAL_SECONDS, DRIVER_FIRST_SECONDS
+from distributor.rank.membership import Members
 from distributor.serialization.outcome import Failure, Value
 from distributor.wire import messages
 from distributor.wire.node_link import NodeLink, NoLink
@@ -373,9 +374,13 @@ class Node:
     def send(self, message: object) -> None:
         self.link.send(message)
 
-    def on_rank_failed(self, failure: Failure) -> None:
-        self.fire(NodeEvent.RANK_FAILED)
+    def on_rank_failed(self, failure: Failure) -> bool:
+        """Report it; return whether the driver alone decides what follows."""
+        is_survived = self.share.goes_on and not self.link.lost
+        if not is_survived:
+            self.fire(NodeEvent.RANK_FAILED)
         self.link.send(messages.Failed(failure))
+        return is_survived
 
     def on_work_done(self) -> None:
         self.fire(NodeEvent.WORK_DONE)
@@ -406,6 +411,11 @@ class Node:
                 self.link.send(messages.Stacks({}))
             case messages.Preempted():
                 self._notify_preemption(here=self.share.host in message.hosts)
+            case messages.MembersChanged() if self._agent:
+                members = Members(message.generation, message.numbers, message.change)
+                self._agent.change_members(members)
+            case messages.ReplaceRank() if self._agent:
+                self._agent.replace(message.rank)
             case messages.Release():
                 self._release()
 

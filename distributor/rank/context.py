@@ -18,6 +18,8 @@ from distributor.rank.step_clock import StepClock
 if TYPE_CHECKING:
     import torch
 
+    from distributor.rank.membership import Membership
+
 
 class PreemptionNotices:
     """Passes on the notices that a rank receives, and takes its first SIGTERM as one."""
@@ -81,6 +83,7 @@ class WorkerContext:
         self.rendezvous: tuple[str, int] = ("", 0)  # of rank 0's store, whatever the program sets
         self.store: object = None  # kept while the process lives: shutting it down takes time
         self.secret = b""  # authenticates ranks in that store, which anybody can write to
+        self.membership: Membership | None = None  # if survivors of a lost rank go on
         self.scratch = ""  # a folder that is removed after the rank, even if the rank is killed
         self.data: int | None = None  # descriptor of the node's part of the run's datasets
         # Called with a bound method that returns a data loader's position, which each checkpoint

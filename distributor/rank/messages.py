@@ -20,6 +20,8 @@ SUBSCRIBED, IGNORES_SIGTERM, SIGTERM_RECEIVED = b"H", b"D", b"A"
 # Messages of the agent: the rank may leave, it prints very many lines, it is to write down its last
 # collectives, and the run is about to lose a process, on another host or on this one.
 RELEASE, MANY_LINES, COLLECTIVES, NOTICE, NOTICE_HERE = b"R", b"M", b"C", b"N", b"P"
+# The members have changed; a line of JSON follows.
+MEMBERS = b"G"
 SECRET_BYTES = 32  # bytes of the attempt's secret, with which the agent begins
 
 
@@ -96,9 +98,29 @@ class RanksUse:
     ranks: Sequence[Sequence[float]]
 
 
-Record = Progress | Reported | Trained | RanksUse
+@dataclass(frozen=True)
+class MemberState:
+    """What a rank reports about its membership, of a run whose survivors go on.
+
+    Parameters
+    ----------
+    state : str
+        "able" (to go on without a lost rank) or "unable"; "waiting" for newer members; "formed" or
+        "unformed", of its group; "ready" to join; "finished".
+    reason : str
+        Why it is unable.
+    generation : int
+        Of its group.
+    """
+
+    state: str
+    reason: str = ""
+    generation: int = 0
+
+
+Record = Progress | Reported | Trained | RanksUse | MemberState
 _KINDS: dict[str, type[Record]] = {
-    kind.__name__: kind for kind in (Progress, Reported, Trained, RanksUse)
+    kind.__name__: kind for kind in (Progress, Reported, Trained, RanksUse, MemberState)
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from distributor.core.text import listed
 from distributor.errors import DistributorError, OtherRankFailed
-from distributor.rank.context import connect_store, sealed, unsealed
+from distributor.rank.context import connect_store, sealed, unsealed, worker_context
 
 RANK_TIMEOUT_SECONDS = 1800.0
 """Seconds that a rank waits for the other ranks to report, as in torch's collectives."""
@@ -46,7 +46,9 @@ class StoreChannel:
     @classmethod
     def connect(cls, timeout: float = RANK_TIMEOUT_SECONDS) -> StoreChannel:
         """Return this rank's channel, with a connection of its own and a limit for each answer."""
-        store = connect_store("distributor/train", timeout=timedelta(seconds=timeout))
+        members = worker_context().membership
+        prefix = f"/{members.generation}" if members is not None else ""
+        store = connect_store(f"distributor/train{prefix}", timeout=timedelta(seconds=timeout))
         # The function of `ray_launch` is a rank without these variables.
         rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         return cls(int(rank), int(size), store)

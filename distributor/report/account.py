@@ -108,6 +108,8 @@ class RankAccount:
         Seconds in which it was stopped that are not in a bucket yet.
     attempt_steps : float
         Its steps in the current attempt.
+    launching : int
+        The bucket of its time until its first step.
     use : Counters
         The sum of its counters.
     """
@@ -120,6 +122,7 @@ class RankAccount:
     alive_until: float = 0.0
     stopped: float = 0.0
     attempt_steps: float = 0.0
+    launching: int = START
     use: Counters = field(default_factory=Counters)
 
 
@@ -182,7 +185,7 @@ class Account:
         """Return a rank's seconds in each bucket, with its open time as what it probably is."""
         seconds = list(rank.seconds)
         if self.ended is None:
-            bucket = self._launching
+            bucket = rank.launching
             if self.attempts and self.attempts[-1]["state"] == "running":
                 bucket = COMPUTE if rank.attempt_steps else bucket
             seconds[bucket] += max(0.0, self.now - rank.until)
@@ -215,7 +218,8 @@ class Account:
         for number_of_rank in range(max(event["ranks"], len(old))):
             rank = old.get(number_of_rank) or RankAccount(until=self.began)
             self.ranks[number_of_rank] = rank
-            self._spend(number_of_rank, at, START if not number else RECOVERY)
+            rank.launching = START if not number else RECOVERY
+            self._spend(number_of_rank, at, rank.launching)
             rank.state, rank.alive_until, rank.attempt_steps, rank.stopped = "starting", 0.0, 0, 0.0
             rank.since_checkpoint = [0.0] * len(BUCKETS)
         self._checkpoint_at = at
@@ -258,31 +262,36 @@ class Account:
         rank.use = added(rank.use, use)
         if use.alive and not rank.alive_until:
             rank.alive_until = at - row.age - use.alive
-            self._spend(row.rank, rank.alive_until, self._launching)
+            self._spend(row.rank, rank.alive_until, rank.launching)
+            rank.state = "running"
         rank.alive_until += use.alive
         rank.stopped += use.stopped
         self._spend_use(row.rank, use)
 
-    @property
-    def _launching(self) -> int:
-        return START if len(self.attempts) == 1 else RECOVERY
+    def _on_members(self, event: Mapping[str, Any]) -> None:
+        """Another process takes the place of a lost rank, without which the others go on."""
+        for number in event["lost"]:
+            if (rank := self.ranks.get(number)) is not None:
+                self._spend(number, event["at"], COMPUTE if rank.attempt_steps else rank.launching)
+                rank.state, rank.alive_until, rank.attempt_steps, rank.stopped = "starting", 0, 0, 0
+                rank.launching = RECOVERY
 
     def _spend_use(self, number: int, use: Counters) -> None:
         rank, seconds = self.ranks[number], [0.0] * len(BUCKETS)
         seconds[WAIT] = min(use.waited, use.stepped)
-        seconds[self._launching] = use.first
+        seconds[rank.launching] = use.first
         seconds[DATA] = use.data
         seconds[CHECKPOINT] = use.checkpoint
         seconds[COMPUTE] = use.stepped - seconds[WAIT]
         # It may have been stopped after its latest step. What does not fit there was before.
         pending = max(0.0, rank.alive_until - rank.until - sum(seconds))
-        for bucket in (COMPUTE, DATA, self._launching, WAIT):
+        for bucket in (COMPUTE, DATA, rank.launching, WAIT):
             stopped = min(max(0.0, rank.stopped - pending), seconds[bucket])
             seconds[bucket] -= stopped
             seconds[STALL] += stopped
             rank.stopped -= stopped
-        first, seconds[self._launching] = seconds[self._launching], 0.0
-        self._spend(number, rank.until + first, self._launching)
+        first, seconds[rank.launching] = seconds[rank.launching], 0.0
+        self._spend(number, rank.until + first, rank.launching)
         begin = rank.until
         rank.until = begin + sum(seconds)
         self._count(number, begin, rank.until, seconds)
@@ -339,7 +348,7 @@ class Account:
                 self._spend(number, min(rank.until + rank.stopped, until), STALL)
                 self._spend(number, until, open_bucket)
             else:  # it has never started
-                self._spend(number, at, self._launching)
+                self._spend(number, at, rank.launching)
             if event["state"] == "finished":
                 self._spend(number, min(last, at), IDLE)
             elif is_stalled:
@@ -376,6 +385,7 @@ _HANDLERS: dict[str, Callable[[Account, Mapping[str, Any]], None]] = {
     "attempt": Account._on_attempt,
     "started": Account._on_started,
     "ended": Account._on_ended,
+    "members": Account._on_members,
     "use": Account._on_use,
     "report": Account._on_report,
     "failure": lambda account, event: account.failures.append(dict(event)),

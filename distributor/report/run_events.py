@@ -166,6 +166,12 @@ class RunEvents:
             text=failure.text[:MAX_TEXT] if self._num_failures < MAX_STACKS else "",
         )
 
+    def lose(self, rank: int) -> None:
+        """Add that another process takes the place of a rank, after what that has done last."""
+        self._flush()
+        self._counted.pop(rank, None)
+        self.add("members", lost=[rank])
+
     def add_stacks(self, stacks: Mapping[int, str], seconds: float, stalled: bool) -> None:
         """Add the stacks of ranks that have stalled."""
         kept = {str(rank): stacks[rank][:MAX_TEXT] for rank in sorted(stacks)[:MAX_STACKS]}

@@ -79,6 +79,10 @@ class RunProgress:
         if self.all_started:
             self._began = self._clock()
 
+    def replace(self, rank: int) -> None:
+        """Record that another process takes the place of a rank."""
+        self._ended.pop(rank, None)
+
     def end(self, ranks: Iterable[int], state: str) -> None:
         """Record that ranks have ended; the first state that is recorded for a rank remains."""
         for rank in ranks:

@@ -369,6 +369,9 @@ class FailureConfig(ChecksUnsupported):
     controller_failure_limit : int, default -1
         Has no effect: a run that cannot start is not retried, but waits for slots for as long as
         the setting ``start_timeout``.
+    recovery : str, default "restart"
+        "in_place" has the other ranks go on in their processes when one is lost, and another
+        process take its place. Ray Train has no such parameter.
     max_preemption_failures : int, default -1
         The number of attempts that may fail because a rank or executor dies after a preemption
         notice (see `get_preemption_info`); -1 for any number. They do not count among
@@ -396,6 +399,7 @@ class FailureConfig(ChecksUnsupported):
     max_preemption_failures: int = -1
     relax_collectives_on_preemption: bool = False
     preemption_grace_s: float = 0.0
+    recovery: Literal["restart", "in_place"] = "restart"
 
     unsupported: ClassVar[Mapping[str, str]] = {"fail_fast": "Pass max_failures=0."}
 
@@ -411,6 +415,12 @@ class FailureConfig(ChecksUnsupported):
                 "Set how long a run waits for slots: RunConfig(settings={'start_timeout': s})."
             )
             self._refuse("controller_failure_limit", self.controller_failure_limit, instead)
+        must_be("'restart' or 'in_place'", in_("restart", "in_place"))("recovery", self.recovery)
+        if self.relax_collectives_on_preemption and self.recovery == "in_place":
+            raise ValueError(
+                "relax_collectives_on_preemption must be False with recovery='in_place', with "
+                "which the other ranks go on in any case."
+            )
         if self.relax_collectives_on_preemption:
             warn_once(
                 "relax_collectives_on_preemption has no effect: an attempt that loses a rank ends, "

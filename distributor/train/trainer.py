@@ -298,6 +298,7 @@ class TorchTrainer:
             "use_gpu": scaling.use_gpu,
             "gpu_type": scaling.gpu_type,
             "max_failures": run.failure_config.max_failures,
+            "recovery": run.failure_config.recovery,
             "max_preemption_failures": run.failure_config.max_preemption_failures,
             "name": None,  # in `settings`, with the storage path
             "storage_path": None,

@@ -135,6 +135,25 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class MembersChanged:
+    """Driver to nodes: these ranks go on together, without those that are lost.
+
+    The fields are those of `Members`.
+    """
+
+    generation: int
+    numbers: tuple[int, ...]
+    change: Literal["loss", "growth", "end"] = "loss"
+
+
+@dataclass(frozen=True)
+class ReplaceRank:
+    """Driver to node: start a process that takes the place of a lost rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class NodeFailed:
     """Node to driver: an error of the node itself has ended it."""
 

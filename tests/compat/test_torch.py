@@ -304,3 +304,83 @@ def test_lightning_wraps_samplers_as_datasets() -> None:
         wrapper = distributed.DistributedSamplerWrapper(sampler, num_replicas=2, rank=0)
         assert isinstance(wrapper, torch.utils.data.DistributedSampler)
         assert wrapper.dataset._sampler is sampler
+
+
+def test_a_group_that_could_not_form_is_forgotten() -> None:
+    module, store = dist.distributed_c10d, dist.HashStore()
+    with relies_on("torch", "_world.group_count", "torch.forget_failed_group"):
+        for _ in range(2):
+            limit = timedelta(milliseconds=10)
+            with pytest.raises(RuntimeError):
+                dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=limit)
+            assert module._world.group_count, "so that the keys of the next one differ"
+            private.forget_failed_group()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        module._get_default_store().set("key", "")
+        dist.destroy_process_group()
+        assert store.check(["0//key"])
+
+
+def test_the_time_of_collectives_is_limited() -> None:
+    with relies_on("torch", "_set_pg_timeout", "torch.limit_group"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        private.limit_group(77.0)
+        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        dist.destroy_process_group()
+        assert options._timeout == timedelta(seconds=77)
+
+
+def test_a_process_forms_a_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = dist.distributed_c10d
+    monkeypatch.setattr(module, "rendezvous", module.rendezvous)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "no-such-host"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with relies_on("torch", "rendezvous", "torch.begin_alone"):
+        private.begin_alone(module)
+        for options in ({}, {"init_method": "env://"}, {"rank": 1, "world_size": 3}):
+            dist.init_process_group("gloo", **options)
+            assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+            dist.all_reduce(torch.ones(1))
+            dist.destroy_process_group()
+
+
+def test_schedulers_do_not_count_void_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = torch.optim.lr_scheduler
+    for owner in vars(module).values():
+        if isinstance(owner, type) and "step" in vars(owner):
+            monkeypatch.setattr(owner, "step", owner.step)
+    void = []
+    with relies_on("torch", "LRScheduler, or what has a step", "torch.skip_schedules"):
+        private.skip_schedules(module, lambda scheduler: scheduler in void)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        schedulers = [
+            module.StepLR(optimizer, 1),
+            module.CosineAnnealingWarmRestarts(optimizer, 5),
+            module.SequentialLR(optimizer, [module.ConstantLR(optimizer) for _ in "ab"], [3]),
+            module.ReduceLROnPlateau(optimizer),
+        ]
+        for scheduler in schedulers:
+            arguments = (1.0,) if scheduler is schedulers[-1] else ()
+            optimizer.step()
+            scheduler.step(*arguments)
+            assert scheduler.last_epoch == 1
+            void.append(scheduler)
+            scheduler.step(*arguments)
+            assert scheduler.last_epoch == 1
+
+
+def test_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, scaler = dist.distributed_c10d, torch.amp.grad_scaler.GradScaler
+    monkeypatch.setattr(groups, "new_group", groups.new_group)
+    monkeypatch.setattr(scaler, "__init__", scaler.__init__)
+    noted: list[Any] = []
+    with relies_on("torch", "what calls new_group and GradScaler", "torch.note_calls"):
+        private.note_calls(groups, "new_group", lambda ranks: noted.append(ranks))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert groups.new_group([0]) is not None
+        dist.destroy_process_group()
+        assert noted == [[0]], "the default group is made without it"
+        private.note_calls(scaler, "__init__", lambda *_, **options: noted.append(options))
+        torch.amp.GradScaler("cpu", enabled=False)
+        assert noted[1:] == [{"enabled": False}]

@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 28_885,
-    "modules in distributor/": 196,
-    "lines in tests/": 31_620,
+    "lines of code in distributor/": 29_951,
+    "modules in distributor/": 199,
+    "lines in tests/": 32_331,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 ON_CLUSTER = ("walkthrough", "serverless", "dataframes", "estimator", "lora")
 """Those that need Spark and a tracking server."""
-NAMES = (*ON_CLUSTER, "fsdp", "fsdp2", "study")
+NAMES = (*ON_CLUSTER, "fsdp", "fsdp2", "recovery", "study")
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
 """Variables that switch off MLflow's usage reports."""
 PLAIN = {
@@ -140,6 +140,9 @@ def neutral(notebook: Any) -> Any:
                 output.text = _without_machine(output.text)
             if "traceback" in output:
                 output.traceback = [_without_machine(text) for text in output.traceback]
+            for kind, text in output.get("data", {}).items():
+                if kind.startswith("text/"):
+                    output.data[kind] = _without_machine(text)
         if "outputs" in cell:
             cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
     return notebook

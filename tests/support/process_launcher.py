@@ -122,7 +122,7 @@ def distribute(
     launcher: ProcessLauncher, ranks: int, function: Callable[..., Any], **settings: Any
 ) -> list[Any]:
     """Run a function on nodes that are processes, and return the values of all ranks."""
-    given = TorchDistributor(ranks, use_gpu=False, warm=False, **settings)
+    given = TorchDistributor(ranks, use_gpu=False, **{"warm": False, **settings})
     program = program_of(function, (), {})
     spec = RunSpec(
         program=program, num_processes=ranks, min_processes=ranks, settings=given, keep_all=True

@@ -37,6 +37,12 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: ScalingConfig(label_selector=[{"a": "b"}]), ValueError, "label_selector is "),
     (lambda: ScalingConfig(num_worker=2), TypeError, "Did you mean 'num_workers'"),  # type: ignore[call-arg]
     (lambda: FailureConfig(fail_fast=True), DeprecationWarning, "Pass max_failures=0"),
+    (lambda: FailureConfig(recovery="no"), ValueError, "'restart' or 'in_place', but is 'no'"),
+    (
+        lambda: FailureConfig(recovery="in_place", relax_collectives_on_preemption=True),
+        ValueError,
+        "relax_collectives_on_preemption must be False",
+    ),
     (lambda: FailureConfig(max_failures=-2), ValueError, "-1 for no limit, but is -2"),
     (lambda: LoggingConfig("loud"), ValueError, "log_level must be one of .*, but is 'loud'"),
     (lambda: CheckpointConfig(num_to_keep=0), ValueError, "num_to_keep is 0, but the latest"),

@@ -14,7 +14,7 @@ from typing import BinaryIO, NoReturn
 
 from distributor.core.rank_variables import RUN_ID
 from distributor.core.text import Redaction
-from distributor.errors import RunTimeout, StartTimeout
+from distributor.errors import NodeLost, RunTimeout, StartTimeout
 from distributor.node.agent.output import AgentListener, LogRelay
 from distributor.node.agent.usage import (
     ActivityMonitor,
@@ -23,11 +23,12 @@ from distributor.node.agent.usage import (
     has_host_usage,
 )
 from distributor.node.agent.worker_handle import WorkerHandle, WorkerSelector, start_worker
-from distributor.node.process.specs import NodeShare
+from distributor.node.process.specs import NodeShare, Role
 from distributor.node.process.supervisor import Spawner
 from distributor.node.worker.stacks import append_stacks, dump_stacks
 from distributor.policies import FailureGracePeriod
 from distributor.rank import messages
+from distributor.rank.membership import Members
 from distributor.serialization.outcome import Failure, Outcome, Value, death
 from distributor.wire.messages import Idle, Preempted, RanksStarted, Stacks, Subscribed
 
@@ -81,6 +82,8 @@ class Agent:
         self._data = data
         self._head_start = head_start
         self._workers: list[WorkerHandle] = []
+        self._lost: list[WorkerHandle] = []  # whom the others survive
+        self._store: WorkerHandle | None = None
         self._selector = WorkerSelector(self._handle)
         self._failures: list[Failure] = []
         self._grace_period = FailureGracePeriod(node.ranks_per_node)
@@ -96,6 +99,8 @@ class Agent:
         # Requests of other threads.
         self._wants_release = self._wants_stop = self._wants_kill = self._wants_stacks = False
         self._notices: deque[bytes] = deque()
+        self._changes: deque[Members | int] = deque()  # members, or a rank to replace
+        self._awaits_decision = False  # of the driver, about a rank that has failed
 
     def __enter__(self) -> Agent:
         return self
@@ -110,6 +115,8 @@ class Agent:
         finally:
             for worker in self._workers:
                 worker.close(keep_value=kind is None)
+            for worker in (*self._lost, *([self._store] if self._store else [])):
+                worker.close(keep_value=False)
             self._selector.close()
 
     def run(self, start_deadline: float = math.inf, timeout: float = math.inf) -> list[Outcome]:
@@ -117,35 +124,51 @@ class Agent:
 
         The calling thread may become the parent of the ranks: they are killed when it ends.
         """
+        if self._node.goes_on and self._store_socket is not None:
+            self._store = self._start(0, "store")  # so that any rank may be lost
         for local_rank in range(self._node.ranks_per_node):
-            worker = start_worker(
-                self._node,
-                local_rank,
-                self._program,
-                self._spawner,
-                store_socket=self._store_socket,
-                data=self._data,
-                on_exit=self._selector.wake,
-            )
-            self._workers.append(worker)
-            self._selector.add(worker)
+            self._start_rank(local_rank, "rank")
         if self._store_socket is not None:
             self._store_socket.close()  # rank 0 alone holds it, so that its death frees the port
         has_more_output = False
-        while any(worker.running for worker in self._workers):
+        while self._is_busy():
             self._selector.wait(0.0 if has_more_output else RELAY_INTERVAL)
             has_more_output = self._log_relay.relay()
             self._report_usage()
             self._note_exits()
+            self._check_store()
             self._check_deadlines(start_deadline, timeout)
             self._answer_requests()
+            self._change_members()
             self._release_or_stop()
             self._report_work_done()
-        self._note_exits()  # of processes that ended after the last check
         self._report_work_done()
         self._log_relay.drain()
         values = [worker.outcome for worker in self._workers if isinstance(worker.outcome, Value)]
         return [*self._failures, *values]
+
+    def _is_busy(self) -> bool:
+        if any(worker.running for worker in self._workers):
+            return True
+        self._note_exits()  # of processes that ended after the last check
+        return self._awaits_decision
+
+    def _start_rank(self, local_rank: int, role: Role) -> None:
+        worker = self._start(local_rank, role)
+        self._workers.append(worker)
+        self._selector.add(worker)
+
+    def _start(self, local_rank: int, role: Role) -> WorkerHandle:
+        return start_worker(
+            self._node,
+            local_rank,
+            self._program,
+            self._spawner,
+            store_socket=self._store_socket,
+            data=self._data,
+            on_exit=self._selector.wake,
+            role=role,
+        )
 
     # Requests, from any thread
 
@@ -175,6 +198,16 @@ class Agent:
         self._notices.append(notice)  # ranks count them: each one is sent
         self._selector.wake()
 
+    def change_members(self, members: Members) -> None:
+        """Have these ranks go on without those that have failed. From any thread."""
+        self._changes.append(members)
+        self._selector.wake()
+
+    def replace(self, rank: int) -> None:
+        """Start a process in the place of a rank that has failed. From any thread."""
+        self._changes.append(rank)
+        self._selector.wake()
+
     # Events of workers
 
     def _handle(self, worker: WorkerHandle, message: bytes) -> None:
@@ -196,6 +229,8 @@ class Agent:
                 self._listener.send(Preempted())
 
     def _note_start(self, worker: WorkerHandle) -> None:
+        if not self._num_starting:
+            return  # it replaces another
         self._grace_period.note_start(worker.origin.rank, time.monotonic())
         self._num_starting -= 1
         if not self._num_starting:
@@ -223,8 +258,10 @@ class Agent:
         failure = redact(failure, self._redaction)
         worker.settle(failure)
         self._failures.append(failure)
-        self._grace_period.note_failure(failure, time.monotonic())
-        self._listener.on_rank_failed(failure)
+        if self._listener.on_rank_failed(failure):
+            self._awaits_decision = True
+        else:
+            self._grace_period.note_failure(failure, time.monotonic())
 
     # What follows from events, requests and the time
 
@@ -237,7 +274,7 @@ class Agent:
             self._listener.send(Idle(seconds))
 
     def _write_use(self, record: messages.Record) -> None:
-        self._listener.write(self._workers[0].origin.rank, "usage", messages.line_of(record))
+        self._listener.write(self._node.origin(0).rank, "usage", messages.line_of(record))
 
     def _check_deadlines(self, start_deadline: float, timeout: float) -> None:
         now = time.monotonic()
@@ -245,6 +282,10 @@ class Agent:
             self._raise_timeout(RunTimeout, "The run was stopped at its timeout.")
         if now >= start_deadline and self._num_starting and not self._failures:
             self._raise_timeout(StartTimeout, "Not all ranks began within start_timeout.")
+
+    def _check_store(self) -> None:
+        if self._store is not None and not self._store.running and not self._is_stopping:
+            raise NodeLost(f"The process on {self._node.host} that serves the store has ended.")
 
     def _raise_timeout(self, kind: type[RunTimeout] | type[StartTimeout], reason: str) -> NoReturn:
         stacks = self._stacks()
@@ -261,6 +302,29 @@ class Agent:
             for worker in self._workers:
                 worker.send(notice)
 
+    def _change_members(self) -> None:
+        while self._changes:
+            change = self._changes.popleft()
+            if isinstance(change, int):
+                self._spawner.extend_limit()
+                self._start_rank(change - self._node.origin(0).rank, "replacement")
+                continue
+            self._log_relay.drain()  # what the lost ones have printed
+            failed = [worker for worker in self._workers if isinstance(worker.outcome, Failure)]
+            others = self._workers if change.change == "end" else failed
+            lost = [worker for worker in others if worker.origin.rank not in change.numbers]
+            self._failures = [f for f in self._failures if f.origin.rank in change.numbers]
+            for worker in lost:
+                if worker.outcome is None:  # it has come too late
+                    worker.process.kill()
+                worker.release()
+                self._workers.remove(worker)
+                self._selector.remove(worker)
+            self._lost += lost
+            self._awaits_decision = bool(self._failures)
+            for worker in self._workers:
+                worker.send(messages.MEMBERS + change.to_line())
+
     def _stacks(self) -> dict[int, str]:
         """Return the stacks of the ranks that have no outcome yet."""
         stacks = dump_stacks({w.origin.rank: w for w in self._workers if w.working})
@@ -272,7 +336,8 @@ class Agent:
         if self._wants_stop or is_over:
             self._stop_all()
         for worker in self._workers:
-            serves_store = worker.origin.rank == 0 and isinstance(worker.outcome, Value)
+            has_value = isinstance(worker.outcome, Value)
+            serves_store = worker.origin.rank == 0 and has_value and self._store is None
             if worker.outcome is not None and (self._wants_release or not serves_store):
                 worker.release()
         limit_lingering(self._workers, self._listener)
@@ -291,7 +356,7 @@ class Agent:
 
         A worker whose outcome is known is ending: it has the grace period for its exit handlers.
         """
-        self._is_stopping = True
+        self._is_stopping, self._awaits_decision = True, False
         for worker in self._workers:
             if worker.outcome is not None:
                 worker.release()

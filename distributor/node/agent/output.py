@@ -32,8 +32,11 @@ class AgentListener(Protocol):
     def send(self, message: object) -> None:
         """Send a message to the driver, if there is a link."""
 
-    def on_rank_failed(self, failure: Failure) -> None:
-        """Called for each failure, in the order in which the failures become known."""
+    def on_rank_failed(self, failure: Failure) -> bool:
+        """Called for each failure, in the order in which the failures become known.
+
+        Returns whether the driver alone decides what follows.
+        """
 
     def on_work_done(self) -> None:
         """Called once, when every rank of the node has done its work.

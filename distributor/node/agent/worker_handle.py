@@ -17,7 +17,7 @@ from typing import BinaryIO
 from distributor.core.files import new_scratch_path, remove_scratch
 from distributor.core.resources import local_folder
 from distributor.node.agent.worker_env import rank_environment
-from distributor.node.process.specs import NodeShare, WorkerSpec
+from distributor.node.process.specs import NodeShare, Role, WorkerSpec
 from distributor.node.process.supervisor import Process, Spawner
 from distributor.rank import messages
 from distributor.serialization.oob_pickle import anonymous_file
@@ -45,6 +45,11 @@ class WorkerSelector:
     def add(self, worker: WorkerHandle) -> None:
         """Read this worker's control channel from now on."""
         self._selector.register(worker.control, selectors.EVENT_READ, worker)
+
+    def remove(self, worker: WorkerHandle) -> None:
+        """Read it no longer."""
+        if worker.control in self._selector.get_map():
+            self._selector.unregister(worker.control)
 
     def wake(self) -> None:
         """End the current or the next `wait` at once. From any thread."""
@@ -196,6 +201,7 @@ def start_worker(
     store_socket: socket.socket | None = None,
     data: BinaryIO | None = None,
     on_exit: Callable[[], object],
+    role: Role = "rank",
 ) -> WorkerHandle:
     """Start the node's rank number `local_rank`.
 
@@ -215,7 +221,10 @@ def start_worker(
         A file with the node's part of the run's datasets.
     on_exit : callable
         Called once when the process has ended, on any thread.
+    role : str, default "rank"
+        What the process is.
     """
+    serves = role == "store" if node.goes_on else node.origin(local_rank).rank == 0
     origin, folder = node.origin(local_rank), local_folder()
     with contextlib.ExitStack() as opened:
         ours, theirs = map(opened.enter_context, socket.socketpair())
@@ -228,6 +237,7 @@ def start_worker(
         worker_spec = WorkerSpec(
             share=node.without_secrets(),
             local_rank=local_rank,
+            role=role,
             parent=os.getpid(),
             control=theirs.fileno(),
             program=program.fileno(),
@@ -235,7 +245,7 @@ def start_worker(
             stacks=answers.fileno(),
             progress=progress.fileno(),
             counters=counters.fileno() if counters else None,
-            listener=store_socket.fileno() if store_socket and origin.rank == 0 else None,
+            listener=store_socket.fileno() if store_socket and serves else None,
             data=data.fileno() if data else None,
             scratch=new_scratch_path(),
         )

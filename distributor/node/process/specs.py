@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from distributor.serialization.outcome import Origin
 
@@ -73,6 +73,11 @@ class NodeShare:
     modules: str = ""
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the survivors of a lost rank go on."""
+        return bool(self.settings.recovery == "in_place")
+
+    @property
     def world_size(self) -> int:
         return self.num_nodes * self.ranks_per_node
 
@@ -100,12 +105,17 @@ class NodeShare:
         return replace(self, env={}, secret=b"")
 
 
+Role = Literal["rank", "replacement", "store"]
+"""A rank, one that joins in the place of a lost one, or a process that serves the store alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
     """What a rank gets from its agent; file descriptors are numbered as in the rank."""
 
     share: NodeShare  # of its node, without secrets
     local_rank: int
+    role: Role = "rank"
     parent: int  # the process id of the agent or a supervisor
     control: int  # a stream socket to the agent
     program: int  # a file with the pickled `Program`, shared by the node's ranks

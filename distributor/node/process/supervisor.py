@@ -54,6 +54,7 @@ PROCESS_DESCRIPTORS = 4  # of a `StartRank`, before those of the spec
 MAX_DESCRIPTORS = 16
 KILL_SECONDS = 10.0  # after which descendants stay that hang in the kernel, and cannot be killed
 READY_SECONDS = 60.0  # that a new interpreter has to become a supervisor, which imports little
+PREPARE_SECONDS = 2.0  # without a message, after which later starts are prepared
 SHUTDOWN_SECONDS = 10.0  # that a supervisor has to end its descendants before it is killed
 
 # Of ranks and of all that they start; together they identify a run and a node of it.
@@ -230,11 +231,20 @@ Start = Callable[[StartRank, list[int]], "tuple[int, WorkerSpec | None]"]
 class Supervisor:
     """Starts ranks for one agent, and leaves none of their processes behind.
 
-    `owner` is the pidfd of another process with which it ends.
+    `owner` is the pidfd of another process with which it ends. `prepare` does a part of what makes
+    a later start quicker, and returns whether there is more to do.
     """
 
-    def __init__(self, agent: socket.socket, start: Start, owner: int | None = None) -> None:
+    def __init__(
+        self,
+        agent: socket.socket,
+        start: Start,
+        owner: int | None = None,
+        prepare: Callable[[], bool] = lambda: False,
+    ) -> None:
         processes.set_subreaper()
+        self._prepare = prepare
+        self._has_to_prepare = False  # for ranks that replace others
         self._agent = agent
         self._start = start
         self._pidfds: dict[int, int] = {}  # of running ranks, by process id
@@ -250,7 +260,10 @@ class Supervisor:
         """Start ranks until the end of the run. Returns only in a forked rank, with its spec."""
         send(self._agent, Ready(os.getpid()))
         while True:
-            for key, _ in self._selector.select():
+            events = self._selector.select(PREPARE_SECONDS if self._has_to_prepare else None)
+            if not events:
+                self._has_to_prepare = self._prepare()
+            for key, _ in events:
                 worker_spec: WorkerSpec | None = key.data()
                 if worker_spec is not None:
                     return worker_spec
@@ -260,6 +273,7 @@ class Supervisor:
         if not self._scratches:
             share = message.worker_spec.share
             processes.set_run_title("supervisor", share.program_name, share.run_id)
+            self._has_to_prepare = share.goes_on
         try:
             pid, worker_spec = self._start(message, descriptors)
         except OSError as error:
@@ -415,6 +429,9 @@ class FreshSpawner:
         if self._run_variables and sys.platform == "linux":
             processes.kill_by_environment(self._run_variables)
 
+    def extend_limit(self) -> None:
+        """Do nothing: the start of a rank is not waited for."""
+
     def start(
         self,
         worker_spec: WorkerSpec,
@@ -499,6 +516,10 @@ class SupervisedSpawner:
             processes.kill(self._supervisor_pid)
             self._reader.join()
         self._connection.close()
+
+    def extend_limit(self) -> None:
+        """Allow a rank to start although ``start_timeout`` has passed."""
+        self._limit = replace(self._limit, deadline=time.monotonic() + READY_SECONDS)
 
     def start(
         self,

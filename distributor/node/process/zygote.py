@@ -86,6 +86,8 @@ from distributor.source import own_digest
 RANK_IMPORTS = ("distributor.node.worker.main", "cloudpickle", "torch", "torch.distributed")
 # What the program of a `TorchTrainer` imports, which takes each rank a tenth of a second.
 TRAINER_IMPORTS = ("distributor.train.worker_loop",)
+# What one that replaces a lost rank needs besides.
+REPLACEMENT_IMPORTS = ("distributor.train.torch.loaders", "distributor.train.torch.recovery")
 IDLE_IMPORTS = (*TRAINER_IMPORTS, *OPTIMIZER_IMPORTS)
 # Seconds without a request after which the next of these is imported. The variable is for tests,
 # which start many zygotes: the imports take two CPU seconds in each.
@@ -278,6 +280,7 @@ class _Zygote:
         self._num_runs = 0
         self._helpers: set[int] = set()  # children that an imported module has started
         self._idle_imports = list(IDLE_IMPORTS)
+        self._replacement_imports = [*IDLE_IMPORTS, *REPLACEMENT_IMPORTS]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._owner, selectors.EVENT_READ, self._exit_with_owner)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -399,10 +402,17 @@ class _Zygote:
             return None
         close_inherited(self._selector, keep=self._owner)
         try:
-            supervisor = Supervisor(agent, partial(self._fork_rank, preload), self._owner)
+            start = partial(self._fork_rank, preload)
+            supervisor = Supervisor(agent, start, self._owner, self._prepare_replacement)
         except OSError:
             os._exit(1)  # the agent has died
         return supervisor.serve()
+
+    def _prepare_replacement(self) -> bool:
+        """Import a module that a rank in the place of a lost one needs; runs in a supervisor."""
+        self._imports.add([self._replacement_imports.pop(0)])
+        self._settle()
+        return bool(self._replacement_imports)
 
     def _fork_rank(
         self, preload: tuple[str, ...], request: StartRank, descriptors: list[int]

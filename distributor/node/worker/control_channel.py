@@ -38,6 +38,16 @@ class ControlChannel:
         """Send a message to the agent."""
         self._socket.sendall(message)
 
+    def read_line(self) -> bytes:
+        """Return the line that belongs to the message which is being handled."""
+        line = b""
+        while not line.endswith(b"\n"):
+            part = self._socket.recv(1)
+            if not part:
+                raise ConnectionError("the agent has gone")
+            line += part
+        return line
+
     def await_release(self) -> None:
         """Wait until this rank may leave."""
         self._released.wait()

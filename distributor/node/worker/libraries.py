@@ -17,6 +17,7 @@ from distributor.core.gpus import cpus_near
 from distributor.node.process.fork_reset import set_thread_counts
 from distributor.rank.context import WorkerContext
 from distributor.rank.import_hooks import adapt, at_next_import
+from distributor.rank.membership import Membership
 from distributor.rank.messages import Progress, Trained
 from distributor.rank.step_clock import CHECKPOINT, DATA, GPU_STRIDE, WAITED, StepClock
 from distributor.serialization import code_pickle
@@ -58,6 +59,36 @@ def adapt_libraries(uses_gpus: bool, context: WorkerContext) -> None:
     if folder := os.environ.get(SPARK_FILES):
         for name in pyspark.MODULES_OF_SPARK_FILES:
             adapt(name, partial(pyspark.find_spark_files, folder=folder))
+
+
+def follow_members(membership: Membership, context: WorkerContext) -> None:
+    """Have this rank go on in its process if others are lost, as far as its program allows it."""
+    if context.uses_gpus:
+        membership.refuse("the ranks use GPUs")
+    if context.data is not None:
+        membership.refuse("a DataFrame is among the arguments")
+
+    def note_group(*_: object, **__: object) -> None:
+        membership.refuse("the program makes process groups (new_group)")
+
+    def note_scaler(_: object, *args: object, **options: object) -> None:
+        if options.get("enabled", True):
+            membership.refuse("the program has a GradScaler")
+
+    def follow_steps(optimizer: Any) -> None:
+        optimizer.register_optimizer_step_pre_hook(membership.before_step)
+        optimizer.register_optimizer_step_post_hook(membership.after_step)
+
+    groups = "torch.distributed.distributed_c10d"
+    if membership.joins:
+        adapt(groups, torch.begin_alone)
+    adapt(groups, partial(torch.note_calls, name="new_group", note=note_group))
+    note_scalers = partial(torch.note_calls, name="__init__", note=note_scaler)
+    adapt("torch.amp.grad_scaler", lambda module: note_scalers(module.GradScaler))
+    adapt("torch.optim.optimizer", follow_steps)
+    skip = partial(torch.skip_schedules, is_void=membership.is_void_for)
+    adapt("torch.optim.lr_scheduler", skip)
+    context.add_final_step(membership.finish)
 
 
 def _report_training(context: WorkerContext) -> None:

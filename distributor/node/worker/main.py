@@ -38,8 +38,14 @@ from distributor.node.worker.main_module import create_main_module
 from distributor.node.worker.mlflow_hooks import install_mlflow_hooks
 from distributor.node.worker.stacks import enable_stack_dumps, write_collectives
 from distributor.rank import messages
-from distributor.rank.context import WorkerContext, enter_worker, finish_gpu_work
+from distributor.rank.context import (
+    WorkerContext,
+    connect_store,
+    enter_worker,
+    finish_gpu_work,
+)
 from distributor.rank.import_hooks import after_import
+from distributor.rank.membership import Members, Membership
 from distributor.rank.step_clock import StepClock
 from distributor.serialization import pickling
 from distributor.serialization.outcome import failure_of
@@ -119,7 +125,8 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     """Be the rank that `worker_spec` describes; `at_exit` is called when the interpreter exits."""
     exit_code, share = [1], worker_spec.share
     use_host_name(share.host)
-    set_run_title(f"rank {worker_spec.origin.rank}", share.program_name, share.run_id)
+    name = "store" if worker_spec.role == "store" else f"rank {worker_spec.origin.rank}"
+    set_run_title(name, share.program_name, share.run_id)
     if share.modules:
         sys.path[:0] = share.modules.split(os.pathsep)
     at_exit += [lambda: end_process(exit_code[0])]
@@ -135,6 +142,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
             messages.COLLECTIVES: lambda: write_collectives(worker_spec.scratch),
             messages.NOTICE: lambda: context.preemption_notices.notify(here=False),
             messages.NOTICE_HERE: lambda: context.preemption_notices.notify(here=True),
+            messages.MEMBERS: lambda: _note_members(context, control.read_line()),
         }
     )
     context.secret = control.secret
@@ -144,15 +152,29 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     context.scratch = worker_spec.scratch
     faulthandler.enable()
     enable_stack_dumps(worker_spec.stacks)
+    if share.goes_on:
+        context.membership = Membership(
+            worker_spec.origin.rank,
+            share.world_size,
+            context.send,
+            connect_store,
+            joins=worker_spec.role == "replacement",
+        )
     context.rendezvous = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves_others = worker_spec.listener is not None and os.environ["WORLD_SIZE"] != "1"
     if worker_spec.listener is not None:
         # Not before: a program may set variables that torch reads when it is imported.
         after_import("torch", partial(_serve_store, context, worker_spec.listener, os.getpid()))
+    if worker_spec.role == "store":
+        _import_torch()
+        control.await_release()
+        return
     control.send(messages.STARTED)
     libraries.allow_own_rendezvous(*context.rendezvous, share.run_id)
     install_mlflow_hooks()
     libraries.adapt_libraries(share.uses_gpus, context)
+    if context.membership is not None:
+        libraries.follow_members(context.membership, context)
     try:
         succeeded = _run_program(worker_spec, context)
     except SystemExit as leaving:
@@ -167,6 +189,11 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
         # Other ranks may use the store, although this one has not.
         threading.Thread(target=_import_torch, daemon=True).start()
     control.await_release()
+
+
+def _note_members(context: WorkerContext, line: bytes) -> None:
+    if context.membership is not None:
+        context.membership.notify(Members.from_line(line))
 
 
 def _serve_store(context: WorkerContext, listener: int, rank: int, _: ModuleType) -> None:
@@ -193,7 +220,9 @@ def _run_program(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
                 value = None  # it counts as a return
             finish_gpu_work()
             context.run_final_steps()
-            if os.getpid() == rank and worker_spec.keeps_value:
+            members = context.membership
+            keeps_value = worker_spec.keeps_value if members is None else members.rank == 0
+            if os.getpid() == rank and (keeps_value or worker_spec.share.keep_all):
                 pickling.dump_value(value, file, what=f"rank {worker_spec.origin.rank}")
             return True
         except SystemExit:

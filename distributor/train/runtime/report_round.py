@@ -71,9 +71,10 @@ class ReportRequest:
 class ReportRounds:
     """Makes reports together with the other ranks; to be used by one thread.
 
-    All ranks create this together: they check that they share the storage, and find the checkpoint
-    to resume from. Each reads its share of the files of the latest one; if a file is damaged, the
-    checkpoint before is used. Without any, the training resumes from `resume_from`, if given.
+    All ranks create this together, but for one that joins them: they check that they share the
+    storage, and find the checkpoint to resume from. Each reads its share of the files of the latest
+    one; if a file is damaged, the checkpoint before is used. Without any, the training resumes from
+    `resume_from`, if given.
 
     Attributes
     ----------
@@ -91,15 +92,26 @@ class ReportRounds:
         storage: Storage,
         settings: CheckpointSettings,
         resume_from: Checkpoint | None,
+        *,
+        joins: bool = False,
     ) -> None:
         self._channel = channel
         self._storage = storage
+        self._is_writer = channel.rank == 0 and not joins  # of the log of reports
+        self._next_index = 0
+        self._damaged: set[str] = set()
+        self.latest: str | None
+        self.num_reports = 0
+        self.positions: Mapping[str, Any] = {}
         self._manager = CheckpointManager(storage, settings)  # only rank 0 uses it
         self._has_warned = False
+        if joins:
+            committed = storage.committed()
+            self.latest = committed[-1][0] if committed else None
+            return
         begin = self._check_storage()
         self._next_index = begin["next"]
-        self._damaged: set[str] = set()
-        self.latest: str | None = next(filter(self._is_intact, begin["committed"]), None)
+        self.latest = next(filter(self._is_intact, begin["committed"]), None)
 
         def resume(_: object) -> dict[str, Any]:
             checkpoint = storage.checkpoint(self.latest) if self.latest else resume_from
@@ -107,8 +119,21 @@ class ReportRounds:
             return {"reports": reports, "positions": stored_positions(checkpoint)}
 
         found = channel.agree("resume", None, resume)
-        self.num_reports: int = found["reports"]
-        self.positions: Mapping[str, Any] = found["positions"]
+        self.num_reports, self.positions = found["reports"], found["positions"]
+
+    def save(self) -> dict[str, Any]:
+        """Return what a process must know that takes the place of a lost rank."""
+        return {"next": self._next_index, "latest": self.latest}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Set what `save` has returned on another rank."""
+        self._next_index, self.latest = saved["next"], saved["latest"]
+
+    def exchange_over(self, channel: StoreChannel) -> None:
+        """Exchange the next reports with the ranks of this channel."""
+        if channel.rank == 0 and not self._is_writer:
+            self._manager.take_over(self.latest)
+        self._channel, self._is_writer = channel, channel.rank == 0
 
     def _check_storage(self) -> dict[str, Any]:
         """Check that all ranks share the storage, and return what rank 0 finds there."""

@@ -59,9 +59,15 @@ class Reporter:
         self._pending: list[Future[None]] = []
         self._loaders: list[weakref.WeakMethod[Callable[[], Any]]] = []
         self._named_loaders: dict[str, weakref.WeakMethod[Callable[[], Any]]] = {}
+        self._members = members = worker_context().membership
+        joins = members is not None and members.joins
         self._rounds = self._thread.submit(
-            lambda: ReportRounds(StoreChannel.connect(), self.storage, settings, resume_from)
+            lambda: ReportRounds(
+                StoreChannel.connect(), self.storage, settings, resume_from, joins=joins
+            )
         ).result()
+        if members is not None:
+            members.follow(self, undo=False)
         clock = worker_context().clock
         self._wait_for_ranks = clock.timing(WAITED)(wait)
         self._wait_for_report = clock.timing(CHECKPOINT)(Future[None].result)
@@ -126,17 +132,39 @@ class Reporter:
                 "validation": validation,
             },
         )
-        agreement = self._thread.submit(self._rounds.agree, request)
-        self._pending.append(self._thread.submit(self._rounds.run, request, agreement))
+        agreement = self._exchange(self._rounds.agree, request)
+        self._pending.append(self._exchange(self._rounds.run, request, agreement))
         self._number += 1
         if not self._is_in_background(request, agreement):
             self._wait_for_pending()
         worker_context().completed_steps = self._number
 
+    def _exchange(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call a function on the thread that exchanges values with all ranks."""
+        if self._members is not None:
+            self._members.begin_exchange()
+        exchange = self._thread.submit(function, *args)
+        if self._members is not None:
+            exchange.add_done_callback(self._members.end_exchange)
+        return exchange
+
     def finish(self) -> None:
         """Wait for the reports in the background, and raise the first error among them."""
         self._wait_for_pending()
         self._thread.submit(self._rounds.finish, self._number).result()
+
+    # What a process takes over that joins in the place of a lost rank
+
+    def save(self) -> dict[str, Any]:
+        return {"number": self._number, **self._rounds.save()}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        self._number = worker_context().completed_steps = saved["number"]
+        self._rounds.load(saved)
+
+    def on_members(self, rank: int, size: int) -> None:
+        """Exchange reports with the new members, once those with the former ones have ended."""
+        self._thread.submit(lambda: self._rounds.exchange_over(StoreChannel.connect()))
 
     def latest(self) -> Checkpoint | None:
         """Return the latest checkpoint that exists."""

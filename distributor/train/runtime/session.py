@@ -40,14 +40,18 @@ class Collectives:
         self._lock = threading.Lock()
         # That of reports may be busy with an upload for hours.
         self._channel: StoreChannel | None = None
-        self._number = 0
+        self._number = self._generation = 0
 
     def barrier(self) -> None:
+        if _is_alone():
+            return
         with self._next() as (channel, key):
             channel.barrier(key)
 
     def broadcast(self, data: Any) -> Any:
         """Return the object of rank 0, once every rank has called this."""
+        if _is_alone():
+            return data
         failed: Exception | None = None
         with self._next() as (channel, key):
             if channel.rank == 0:
@@ -69,11 +73,20 @@ class Collectives:
     @contextlib.contextmanager
     def _next(self) -> Iterator[tuple[StoreChannel, str]]:
         """Provide the channel and the key of the next collective."""
-        with self._lock:
+        members = worker_context().membership
+        with self._lock, members.exchanging() if members else contextlib.nullcontext():
+            if members and members.generation != self._generation:
+                self._channel, self._number, self._generation = None, 0, members.generation
             self._channel = channel = self._channel or StoreChannel.connect()
             key, self._number = f"collective/{self._number}", self._number + 1
             yield channel, key
             channel.delete_keys()
+
+
+def _is_alone() -> bool:
+    """Return whether this process takes the place of a lost rank, and has not joined the others."""
+    members = worker_context().membership
+    return members is not None and members.joins
 
 
 def _packed(data: Any) -> dict[str, str]:
@@ -324,6 +337,8 @@ class RankSession:
     def _notices_of(self, function: str) -> NoticeTracker:
         """Return the notices of a function, whose calls are counted separately."""
         if function not in self._notices:
+            if members := worker_context().membership:
+                members.refuse(f"the program calls {function}")
             tracker = self._notices[function] = NoticeTracker(partial(agree, function))
             worker_context().preemption_notices.subscribe(tracker.receive)
         return self._notices[function]

@@ -263,6 +263,11 @@ class CheckpointManager:
         )
         return count
 
+    def take_over(self, checkpoint: str | None) -> None:
+        """Go on with the reports of a lost rank, as far as it has written them."""
+        logs = [RUN_LOG, *([f"{checkpoint}/{CHECKPOINT_LOG}"] if checkpoint else [])]
+        self._log.restore(max((self._storage.read(log) or b"" for log in logs), key=_latest_time))
+
     def add(self, report: Report, index: int, parts: Sequence[dict[str, Any]]) -> None:
         """Add a report of all ranks, in rank order, and commit its checkpoint if it has one.
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributor import runtime
-from distributor.rank.context import device
+from distributor.rank.context import device, worker_context
 from distributor.settings import in_, must_be
 from distributor.train.config import TorchConfig
 from distributor.train.storage.checkpoint import Checkpoint
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 __all__ = [
+    "State",
     "TorchCheckpoint",
     "TorchConfig",
     "TorchTrainer",
@@ -37,6 +38,18 @@ _MIXED_PRECISION = (
     "accelerate, prepare_optimizer and backward are deprecated in Ray Train too. Use torch.amp "
     "directly, or a library such as Lightning, Transformers or Accelerate."
 )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "State":  # importing this package does not import torch
+        from distributor.train.torch.recovery import State
+
+        return State
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def get_device() -> torch.device:
@@ -121,6 +134,14 @@ def prepare_model(
         return model
     ensure_group()
     options = dict(parallel_strategy_kwargs or {})
+    membership = worker_context().membership
+    if membership is not None and parallel_strategy == "fsdp":
+        membership.refuse("the model is in FSDP")
+    elif membership is not None:
+        from distributor.train.torch.recovery import replicated
+
+        if (replica := replicated(model, membership, options)) is not None:
+            return replica
     if parallel_strategy == "ddp":
         from torch.nn.parallel import DistributedDataParallel
 

@@ -21,9 +21,10 @@ from torch.utils.data import (
 from distributor import runtime
 from distributor._compat.huggingface import mark_as_prepared
 from distributor.data.batches import Share
-from distributor.data.epochs import Epoch, Order, Progress
+from distributor.data.epochs import Epoch, Order, Pass, Progress
 from distributor.data.torch_datasets import ShardDataset, rows_of_all_ranks
-from distributor.rank.context import move
+from distributor.rank.context import move, worker_context
+from distributor.rank.membership import Membership
 from distributor.train.runtime.session import has_storage, session
 
 # What is kept of a loader with another sampler.
@@ -63,9 +64,14 @@ def prepare(
         if has_storage():
             progress.register(session.reporter.register_loader)
     pin = pin_memory and device is not None and device.type == "cuda"
-    prepared = ResumableLoader(
-        _with_sampler(loader, dataset, sampler, pin), device, progress, order
-    )
+    others = _with_sampler(loader, dataset, sampler, pin), device, progress, order
+    membership = worker_context().membership
+    if membership is not None and is_share:
+        membership.refuse("a data loader reads a shard of a dataset")
+    if membership is not None and isinstance(sampler, ShardSampler):
+        prepared: ResumableLoader = SharedLoader(*others, membership)
+    else:
+        prepared = ResumableLoader(*others)
     mark_as_prepared(prepared)  # an Accelerator would leave each rank a share of its share
     return prepared
 
@@ -143,6 +149,12 @@ class ShardSampler(DistributedSampler[Any]):
         """Set the epoch of the next pass; by default it is the one after that of the last pass."""
         self._progress.set_epoch(epoch)
 
+    def share(self, rank: int, num_ranks: int) -> None:
+        """Be one of so many ranks from the next pass on."""
+        self.rank, self.num_replicas = rank, num_ranks
+        self.num_samples = -(-len(self.dataset) // num_ranks)  # type: ignore[arg-type]
+        self.total_size = self.num_samples * num_ranks
+
     def __iter__(self) -> Iterator[int]:
         self.epoch = self.left.number
         whole: DistributedSampler[Any]
@@ -199,3 +211,91 @@ class ResumableLoader(DeviceLoader):
             now.rows += self._loader.batch_size or 1
             yield batch
         self._progress.end(now)
+
+
+class SharedLoader(ResumableLoader):
+    """A loader whose ranks share the rest of an epoch anew when their members change.
+
+    A batch counts once its step is done: those of a step that changed nothing, and those of a lost
+    rank, are given out again.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device | None,
+        progress: Progress,
+        order: Order,
+        membership: Membership,
+    ) -> None:
+        super().__init__(loader, device, progress, order)
+        self._membership = membership
+        self._place = LoaderPlace(progress)
+        membership.follow(self._place, undo=False)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        members, place = self._membership, self._place
+        sampler: Any = self._loader.sampler
+        self._share()
+        place.now, place.done = self._progress.begin(self._order), 0
+        while True:
+            generation, steps = members.generation, members.steps
+            sampler.left = place.now.epoch
+            for batch in DeviceLoader.__iter__(self):
+                place.now.rows += self._loader.batch_size or 1
+                yield batch
+                if members.steps != steps and not members.is_void:
+                    steps, place.done = members.steps, place.now.rows
+                if members.generation != generation:
+                    break
+            else:
+                break
+            place.go_on()
+            self._share()
+        self._progress.end(place.now)
+        place.now = None
+
+    def _share(self) -> None:
+        members, progress = self._membership, self._progress
+        progress.rank, progress.num_ranks = members.rank, members.size
+        sampler: Any = self._loader.sampler
+        sampler.share(members.rank, members.size)
+
+
+class LoaderPlace:
+    """The place of a loader in its epoch, which a replacement takes over from another rank.
+
+    Attributes
+    ----------
+    now : Pass or None
+        The pass that it makes.
+    done : int
+        The rows of each rank in it whose steps are done.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self.now: Pass | None = None
+        self.done = 0
+        self._progress = progress
+        self._taken: Epoch | None = None
+
+    def go_on(self) -> None:
+        """Begin a pass over what the former members have left of this one."""
+        assert self.now is not None
+        left = self._taken or self._left(self.now)
+        self.now, self.done, self._taken = self._progress.begin_rest(left), 0, None
+
+    def _left(self, now: Pass) -> Epoch:
+        return now.epoch.after(self._progress.num_ranks, self.done) if self.done else now.epoch
+
+    def save(self) -> dict[str, Any]:
+        left = None if self.now is None else self._left(self.now).to_position()
+        return {"next": self._progress.next_epoch, "left": left}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self._progress.set_epoch(saved["next"])
+        if saved["left"] is not None:
+            self._taken = Epoch.from_position(saved["left"])
+
+    def on_members(self, rank: int, size: int) -> None:
+        """Do nothing: the loader looks for new members after each batch."""

@@ -1,0 +1,563 @@
+"""A rank's place among the members of a run whose survivors go on when others are lost.
+
+The driver decides who is a member (`distributor.control.membership`); each decision has a number,
+its generation. A rank reads it on the thread of its control channel, and acts on it in its next
+optimizer step: it leaves the old process group, forms that of the new members, copies what it
+lacks, and drops its gradients, so that this step changes nothing. Nothing is agreed in each step:
+a rank is at most one step behind the others, and then copies their state.
+
+A rank that waits inside ``backward`` for one that is lost is woken by completing the future of its
+communication hook, which is its own: neither closing the group nor ``abort`` does that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+
+from distributor._compat.torch import (
+    LOST_CONNECTION,
+    forget_failed_group,
+    limit_group,
+    process_groups,
+)
+from distributor.rank.messages import MemberState
+
+FORMING_SECONDS = 1.0
+"""Seconds for a group to form; a member that is lost meanwhile costs that. Doubled each time."""
+WAITING_SECONDS = 15.0
+"""Seconds until a rank asks for other members, because it has waited in vain."""
+LIMIT_SECONDS = 1800.0
+"""Seconds that a collective of a group that has formed may take, as in torch."""
+POLL_SECONDS = 0.001
+NEWCOMER = -1
+"""The steps of a rank that has not joined yet."""
+
+
+Change = Literal["loss", "growth", "end"]
+"""What has led to a generation: a group that has to be left at once, ranks that join one that has
+formed, or the end of all members, so that none can join them."""
+
+
+class Members(NamedTuple):
+    """The members of a generation, by their numbers; their ranks are the positions here."""
+
+    generation: int
+    numbers: tuple[int, ...]
+    change: Change = "loss"
+
+    def to_line(self) -> bytes:
+        return json.dumps(self).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Members:
+        generation, numbers, change = json.loads(line)
+        return cls(generation, tuple(numbers), change)
+
+
+class Model(Protocol):
+    """The model of a rank, whose replica is wrapped anew for each group."""
+
+    module: Any
+
+    def enter(self) -> None:
+        """Wrap it for the group that has formed."""
+
+    def leave(self) -> None:
+        """Drop the wrapper, and with it all that it keeps of the old group."""
+
+    def restore_buffers(self) -> None:
+        """Undo what forward passes have changed since the last step that was completed."""
+
+
+class Follower(Protocol):
+    """What a replacement must know beside model and optimizer, as the user's state object."""
+
+    def save(self) -> Any:
+        """Return what it is now."""
+
+    def load(self, saved: Any) -> None:
+        """Set it to what was saved."""
+
+    def on_members(self, rank: int, size: int) -> None:
+        """Called with the new rank and number of ranks once a group has formed."""
+
+
+class Membership:
+    """Forms the groups of a rank; its methods are called on the program's thread.
+
+    Parameters
+    ----------
+    number : int
+        The rank's number when the run began. A replacement has that of the lost rank.
+    size : int
+        The number of ranks when the run began.
+    send : callable
+        Sends a record to the driver.
+    connect : callable
+        Returns a new client of the run's store, for keys with a prefix.
+    joins : bool, default False
+        Whether this rank replaces a lost one.
+
+    Attributes
+    ----------
+    steps : int
+        Steps of the optimizer that the members have completed.
+    generation : int
+        The number of the group that has formed last.
+    is_void : bool
+        Whether the latest step has changed nothing, and is done again.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        size: int,
+        send: Callable[[Any], object],
+        connect: Callable[[str], Any],
+        joins: bool = False,
+    ) -> None:
+        self.rank, self.size = number, size
+        self.steps = NEWCOMER if joins else 0
+        self._held = self.steps  # by the state of this rank; NEWCOMER while it is not whole
+        self.generation = 0
+        self.is_void = False
+        self.joins = joins
+        self.refusal: str | None = None
+        self._number = number
+        self._send = send
+        self._connect = connect
+        self._news = threading.Condition()
+        self._members = self._notice = Members(0, tuple(range(size)))
+        self._has_failed = False
+        self._waiting: list[tuple[Any, Any]] = []
+        self._begun = 0  # steps in this group
+        self._growth_at: int | None = None
+        self._published = 0  # the generation for which others know when this rank grows
+        self._store: Any = None
+        self._model: Model | None = None
+        self._optimizer: weakref.ref[Any] | None = None
+        self._has_formed = False  # in this step
+        self._is_ready = False
+        self._schedulers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._followers: list[tuple[weakref.ref[Follower], bool]] = []
+        self._undo: list[tuple[Follower, Any]] = []
+        self._num_exchanges = 0
+        self._is_fresh = True  # no forward pass has followed the latest step
+
+    # What the driver decides, on the thread of the control channel
+
+    def notify(self, members: Members) -> None:
+        """Note the newest members; wake the program if it waits for one that is lost."""
+        with self._news:
+            if members.generation <= self._notice.generation:
+                return
+            self._notice, self._growth_at = members, None
+            if members.change == "growth" and not self.joins:
+                self._publish(members.generation)
+            self._news.notify_all()
+        if self.is_broken:
+            if self._num_exchanges:
+                self._refuse_exchange()
+            self._release()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the group has to be left, or a collective of it has failed."""
+        newest = self._notice
+        is_left = newest.generation > self.generation and newest.change == "loss"
+        return self._has_failed or is_left
+
+    def begin_exchange(self) -> None:
+        """Note that this rank waits for all members outside of steps, and for lost ones in vain."""
+        with self._news:
+            self._num_exchanges += 1
+        if self.is_broken:
+            self._refuse_exchange()
+
+    def end_exchange(self, *_: object) -> None:
+        with self._news:
+            self._num_exchanges -= 1
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Surround such a wait."""
+        self.begin_exchange()
+        try:
+            yield
+        finally:
+            self.end_exchange()
+
+    def _refuse_exchange(self) -> None:
+        self.refuse("a rank was lost during a report or a collective of distributor.train")
+
+    # What the program has
+
+    def refuse(self, reason: str) -> None:
+        """Report that this rank cannot go on without a restart, and why."""
+        if self.refusal is None:
+            self.refusal = reason
+            self._send(MemberState("unable", reason))
+
+    def finish(self) -> None:
+        """Report that this rank's program has returned: it leaves, and is not lost."""
+        self._send(MemberState("finished"))
+
+    def follow_model(self, model: Model) -> None:
+        """Form groups for this model."""
+        if self._model is not None:
+            self.refuse("prepare_model was called for two models")
+        self._model = model
+
+    def follow(self, follower: Follower, undo: bool = True) -> None:
+        """Have a replacement get what this object saves; it is referred to weakly.
+
+        With `undo`, what an iteration that changed nothing has changed in it is undone.
+        """
+        self._followers.append((weakref.ref(follower), undo))
+
+    def begin_forward(self) -> bool:
+        """Undo what an iteration that changed nothing has changed; return whether a step begins."""
+        for follower, saved in self._undo:
+            follower.load(saved)
+        self._undo = []
+        begins, self._is_fresh = self._is_fresh, False
+        self.is_void = self._has_formed = False
+        return begins
+
+    # The communication hook of DDP
+
+    def reduce(self, bucket: Any) -> Any:
+        """Average a bucket of gradients; never fails, but notes a failure."""
+        import torch.distributed as dist
+
+        buffer, size = bucket.buffer(), len(self._members.numbers)
+        return self._start(
+            buffer, lambda: dist.all_reduce(buffer, async_op=True), lambda: buffer.div_(size)
+        )
+
+    def copy_buffers(self, module: Any) -> None:
+        """Copy the buffers of rank 0, as DDP does; never fails, but notes a failure."""
+        import torch
+        import torch.distributed as dist
+
+        by_type: dict[Any, list[Any]] = {}
+        for buffer in module.buffers():
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_type.values():
+            whole = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            copied = whole.view(torch.uint8)  # gloo does not know all types
+            self._start(copied, partial(dist.broadcast, copied, 0, async_op=True)).wait()
+            if self.is_broken:
+                return
+            parts: Any = torch.split(whole, [buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+    def _start(
+        self, tensor: Any, begin: Callable[[], Any], then: Callable[[], object] = lambda: None
+    ) -> Any:
+        """Begin a collective; return a future that is also completed if a member is lost."""
+        import torch
+
+        result: torch.futures.Future[Any] = torch.futures.Future()
+        generation = self.generation
+        with self._news:
+            self._waiting.append((result, tensor))
+
+        def finish(done: Any) -> None:
+            try:
+                done.wait()
+                then()
+            except RuntimeError:
+                if generation == self.generation:  # else, it is the end of a group that was left
+                    self._has_failed = True
+            self._release(result)
+
+        try:
+            if not self.is_broken:
+                begin().get_future().add_done_callback(finish)
+                if not self.is_broken:
+                    return result
+        except RuntimeError:
+            self._has_failed = True
+        self._release(result)
+        return result
+
+    def _release(self, only: Any = None) -> None:
+        with self._news:
+            done = [each for each in self._waiting if only is None or each[0] is only]
+            self._waiting = [
+                each for each in self._waiting if only is not None and each[0] is not only
+            ]
+        for result, buffer in done:
+            result.set_result(buffer)
+
+    def note_error(self, error: Exception) -> bool:
+        """Return whether an error of a collective in ``forward`` is that of a lost member."""
+        text = str(error).lower()
+        if self.is_broken or any(each in text for each in LOST_CONNECTION):
+            self._has_failed = True
+        return self._has_failed
+
+    # Before and after each step of the optimizer
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.refusal is not None or not self._accepts(optimizer, args, kwargs):
+            return
+        with self._news:
+            self._begun += 1
+            is_new = self._notice.generation > self.generation and self._notice.change == "growth"
+        if self.is_broken or self.joins or (is_new and self._is_growth_due()):
+            self._form(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+
+    def after_step(self, *_: object) -> None:
+        if self.refusal is None and not self._has_formed:
+            self.steps += 1
+            self._held = self.steps
+            if not self._is_ready:
+                self._is_ready = True
+                self._send(MemberState("able"))
+        self._is_fresh = True
+
+    def is_void_for(self, scheduler: Any) -> bool:
+        """Return whether a scheduler is not to count: no step was completed since it did."""
+        if self.is_void and self._schedulers.get(scheduler) == self.steps:
+            return True
+        self._schedulers[scheduler] = self.steps
+        return False
+
+    def _accepts(self, optimizer: Any, args: Any, kwargs: Any) -> bool:
+        if self._model is None:
+            self.refuse("no model was given to prepare_model")
+        elif len(args) > 1 or kwargs.get("closure") is not None:  # the first is the optimizer
+            self.refuse("the optimizer's step has a closure")
+        elif self._optimizer is None:
+            self._optimizer = weakref.ref(optimizer)
+        elif self._optimizer() is not optimizer:
+            self.refuse("there are two optimizers")
+        return self.refusal is None
+
+    # Members that join
+
+    def _publish(self, generation: int) -> None:
+        """Let the members know how many steps this one has begun: they grow at the next one."""
+        self._published = generation
+        self._store_of(generation).set(f"begun/{self._number}", str(self._begun))
+
+    def _is_growth_due(self) -> bool:
+        if self._growth_at is None:
+            with self._news:
+                if self._published < self._notice.generation:  # the notice came while it formed
+                    self._publish(self._notice.generation)
+            store, keys = self._store_of(self._notice.generation), self._members.numbers
+            names = [f"begun/{number}" for number in keys]
+            while not store.check(names):
+                if self.is_broken:
+                    return True
+                time.sleep(POLL_SECONDS)
+            self._growth_at = 1 + max(int(store.get(name)) for name in names)
+        return self._begun >= self._growth_at
+
+    def _store_of(self, generation: int) -> Any:
+        """Return a store for short operations, by both threads."""
+        import torch.distributed as dist
+
+        if self._store is None:
+            self._store = self._connect("distributor/members")
+        return dist.PrefixStore(str(generation), self._store)  # type: ignore[attr-defined]
+
+    # A new group
+
+    def _form(self, optimizer: Any) -> None:
+        """Form the group of the newest members; again if one is lost meanwhile."""
+        import torch.distributed as dist
+
+        assert self._model is not None
+        seconds, before = FORMING_SECONDS, self.steps
+        if self.joins:
+            self._send(MemberState("ready"))
+        while True:
+            self._model.leave()  # first: it holds its group
+            _leave_group()
+            members = self._await_members()
+            self.rank, self.size = members.numbers.index(self._number), len(members.numbers)
+            if not self._have_come(members):
+                continue
+            try:
+                dist.init_process_group(
+                    "gloo",
+                    store=self._connect(f"distributor/group/{members.generation}"),
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=timedelta(seconds=seconds),
+                )
+                self._catch_up(optimizer)
+                limit_group(LIMIT_SECONDS)
+            except RuntimeError:
+                forget_failed_group()
+                self._send(MemberState("unformed", generation=members.generation))
+                seconds *= 2
+                continue
+            break
+        self._send(MemberState("formed", generation=self.generation))
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(self.rank), str(self.size)
+        self._model.enter()
+        self.is_void = self.steps == before or self.joins
+        self._has_formed, self.joins = True, False
+        for follower in self._living_followers():
+            follower.on_members(self.rank, self.size)
+        if self.is_void:
+            undone = self._living_followers(undone=True)
+            self._undo = [(follower, follower.save()) for follower in undone]
+
+    def _await_members(self) -> Members:
+        """Return members that are newer than the group, and have this rank."""
+
+        def are_new() -> bool:
+            newest = self._notice
+            return newest.generation > self.generation and self._number in newest.numbers
+
+        with self._news:
+            if not are_new():
+                self._send(MemberState("waiting", generation=self.generation))
+            while not self._news.wait_for(are_new, WAITING_SECONDS):
+                # Nobody is lost, but a connection: all form a group again.
+                self._send(MemberState("unformed", generation=self.generation))
+            self._members = members = self._notice
+            self.generation, self._has_failed, self._begun = members.generation, False, 0
+            return members
+
+    def _have_come(self, members: Members) -> bool:
+        """Wait until all members form this group; return False if there are newer members."""
+        store = self._store_of(members.generation)
+        store.set(f"here/{self._number}", "")
+        names = [f"here/{number}" for number in members.numbers]
+        due = time.monotonic() + WAITING_SECONDS
+        while not store.check(names):
+            if self._notice.generation > members.generation:
+                return False
+            if time.monotonic() > due:
+                due += WAITING_SECONDS
+                self._send(MemberState("unformed", generation=members.generation))
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def _catch_up(self, optimizer: Any) -> None:
+        """Copy what this member lacks from one that has completed most steps."""
+        import torch
+        import torch.distributed as dist
+
+        assert self._model is not None
+        steps = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(steps, torch.tensor([self._held]))
+        held = [int(each) for each in steps]
+        latest, source = max(held), held.index(max(held))
+        is_source = source == self.rank
+        if latest == NEWCOMER:
+            self._give_up("the rank was lost from which the others were copying the state")
+        if self._held == latest:
+            self._model.restore_buffers()
+        else:
+            self._held = NEWCOMER  # if the source is lost now
+        for buffer in self._model.module.buffers():
+            _broadcast(buffer, source)
+        if min(held) < latest:
+            for parameter in self._model.module.parameters():
+                _broadcast(parameter.data, source)
+            _copy_optimizer(optimizer, source, is_source, self.joins)
+        if NEWCOMER in held:
+            self._copy_followers(source, is_source, latest)
+        self.steps = self._held = latest
+
+    def _give_up(self, reason: str) -> NoReturn:
+        """Wait to be ended: the driver restarts all ranks."""
+        self.refuse(reason)
+        while True:
+            time.sleep(WAITING_SECONDS)
+
+    def _copy_followers(self, source: int, is_source: bool, latest: int) -> None:
+        import torch.distributed as dist
+
+        schedulers, followers = list(self._schedulers), self._living_followers()
+        box: list[Any] = [None]
+        if is_source:
+            saved = [follower.save() for follower in followers]
+            box = [(saved, [scheduler.state_dict() for scheduler in schedulers])]
+        dist.broadcast_object_list(box, source)
+        if self.joins:
+            saved, states = box[0]
+            for follower, each in zip(followers, saved, strict=False):
+                follower.load(each)
+            for scheduler, state in zip(schedulers, states, strict=False):
+                scheduler.load_state_dict(state)
+                self._schedulers[scheduler] = latest
+
+    def _living_followers(self, undone: bool = False) -> list[Follower]:
+        known = (reference() for reference, undo in self._followers if undo or not undone)
+        return [follower for follower in known if follower is not None]
+
+
+def _leave_group() -> None:
+    """Destroy the default process group, if there is one, without waiting for its collectives."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    # The destructor of a group waits for its collectives. They may wait for another survivor, whose
+    # own collectives wait for this one.
+    groups = process_groups(dist.distributed_c10d)
+    dist.destroy_process_group()
+    threading.Thread(target=groups.clear, name="left-group", daemon=True).start()
+
+
+def _broadcast(tensor: Any, source: int) -> None:
+    """Copy a tensor of any type and layout."""
+    import torch
+    import torch.distributed as dist
+
+    whole = tensor.contiguous()
+    dist.broadcast(whole.reshape(-1).view(torch.uint8), source)
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.copy_(whole)
+
+
+def _copy_optimizer(optimizer: Any, source: int, is_source: bool, whole: bool) -> None:
+    """Copy an optimizer's state from a rank; its hyperparameters only to a rank that is new.
+
+    Another rank has its own, and its scheduler changes them itself after this step.
+    """
+    import torch
+    import torch.distributed as dist
+
+    found = optimizer.state_dict()
+    box: list[Any] = [None]
+    if is_source:
+        plain = {
+            (number, name): (value.shape, value.dtype) if torch.is_tensor(value) else value
+            for number, values in found["state"].items()
+            for name, value in values.items()
+        }
+        kinds = {key for key in plain if torch.is_tensor(found["state"][key[0]][key[1]])}
+        box = [(plain, kinds, found["param_groups"])]
+    dist.broadcast_object_list(box, source)
+    plain, kinds, groups = box[0]
+    state: dict[int, dict[str, Any]] = {}
+    for (number, name), value in plain.items():
+        if (number, name) in kinds:
+            shape, dtype = value
+            value = found["state"][number][name] if is_source else torch.empty(shape, dtype=dtype)
+            _broadcast(value, source)
+        state.setdefault(number, {})[name] = value
+    if not is_source:
+        own = groups if whole else found["param_groups"]
+        optimizer.load_state_dict({"state": state, "param_groups": own})

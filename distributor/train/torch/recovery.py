@@ -1,0 +1,157 @@
+"""Models and state of ranks that go on in their processes when others are lost."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from distributor.rank.context import worker_context
+from distributor.rank.membership import Membership
+
+_COPIES_BUFFERS = "forward_sync_buffers", "broadcast_buffers"
+"""DDP's parameter: its newest name, and that of older versions of torch."""
+
+
+def replicated(
+    module: torch.nn.Module, membership: Membership, options: Mapping[str, Any]
+) -> Replica | None:
+    """Return a model whose ranks go on without a lost one; None, and why, if it cannot be one."""
+    if options.get("find_unused_parameters") or options.get("static_graph"):
+        membership.refuse("the model has find_unused_parameters or static_graph")
+    elif any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules()):
+        membership.refuse("the model has SyncBatchNorm")
+    elif "process_group" in options or "device_mesh" in options:
+        membership.refuse("the model has a process group of its own")
+    if membership.refusal is not None:
+        return None
+    return Replica(module, membership, options)
+
+
+class Replica(torch.nn.Module):
+    """A model in DistributedDataParallel, which is made anew for each group of members.
+
+    It has DDP's attribute `module`, its `no_sync`, and the names of its parameters.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, membership: Membership, options: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self.module = module
+        # Not as submodules: state dicts have each parameter once.
+        self.__dict__.update(_options=dict(options), _ddp=None, _membership=membership)
+        given = [options.get(name) for name in _COPIES_BUFFERS]
+        self.__dict__.update(_before=[], _copies_buffers=False not in given)
+        membership.follow_model(self)
+        if not membership.joins:
+            self._wrap(init_sync=True)
+
+    def enter(self) -> None:
+        self._wrap(init_sync=False)  # the members have copied the state
+
+    def leave(self) -> None:
+        self.__dict__["_ddp"] = None
+
+    def restore_buffers(self) -> None:
+        for buffer, before in zip(self.module.buffers(), self.__dict__["_before"], strict=False):
+            buffer.data.copy_(before)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        ddp, membership = self.__dict__["_ddp"], self.__dict__["_membership"]
+        if torch.is_grad_enabled():
+            if membership.begin_forward():
+                self.__dict__["_before"] = [each.clone() for each in self.module.buffers()]
+            if self.__dict__["_copies_buffers"] and not membership.joins:
+                membership.copy_buffers(self.module)
+        if ddp is not None and not membership.is_broken:
+            try:
+                return ddp(*args, **kwargs)
+            except RuntimeError as error:
+                if not membership.note_error(error):
+                    raise
+        return self.module(*args, **kwargs)  # the next step of the optimizer changes nothing
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients without communication, as DDP's method does."""
+        ddp = self.__dict__["_ddp"]
+        found: AbstractContextManager[None] = nullcontext() if ddp is None else ddp.no_sync()
+        return found
+
+    def _wrap(self, init_sync: bool) -> None:
+        # DDP itself would wait for a rank that is lost.
+        known = inspect.signature(DistributedDataParallel).parameters
+        copies = {next(name for name in _COPIES_BUFFERS if name in known): False}
+        options = {**self.__dict__["_options"], "init_sync": init_sync, **copies}
+        ddp = DistributedDataParallel(self.module, **options)
+        reduce = self.__dict__["_membership"].reduce
+        ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket))  # torch checks annotations
+        self.__dict__["_ddp"] = ddp
+
+
+class State:
+    """Values of a training loop that a process must know that takes the place of a lost rank.
+
+    With ``recovery="in_place"``, a step that is interrupted by the loss of a rank changes nothing,
+    and the loop makes one iteration more. What the interrupted iteration has assigned to this
+    object is undone when the next one calls the model, and a replacement gets the values of the
+    others. So write loops with it: ``while state.epoch < epochs``, and not ``for epoch in ...``.
+    Without ``recovery="in_place"``, and outside a run, it is a plain object. Follows the idea of
+    ``TorchState`` of Elastic Horovod:
+    https://horovod.readthedocs.io/en/stable/elastic_include.html
+
+    Parameters
+    ----------
+    **values : object
+        The attributes and their first values, which can be pickled.
+
+    Examples
+    --------
+    >>> state = State(epoch=0, step=0)
+    >>> while state.epoch < 2:
+    ...     for step in range(3):
+    ...         state.step += 1
+    ...     state.epoch += 1
+    >>> state.step
+    6
+    """
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+        membership = worker_context().membership
+        if membership is not None:
+            membership.follow(self)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"This state has no {name!r}: pass {name}=... to State.")
+
+    def save(self) -> dict[str, Any]:
+        """Return a deep copy of the values."""
+        return copy.deepcopy(vars(self))
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Set the values.
+
+        Parameters
+        ----------
+        saved : mapping of str to object
+            What `save` has returned.
+        """
+        vars(self).clear()
+        vars(self).update(saved)
+
+    def on_members(self, rank: int, size: int) -> None:
+        """Called on each rank when the members have changed; does nothing unless overridden.
+
+        Parameters
+        ----------
+        rank : int
+            This rank's new number.
+        size : int
+            The new number of ranks.
+        """

@@ -1,0 +1,128 @@
+"""Who is a member of an attempt whose survivors go on: what ranks report, and what follows."""
+
+from __future__ import annotations
+
+from distributor.control.membership import Membership
+from distributor.rank.membership import Members
+from distributor.rank.messages import MemberState
+from distributor.serialization.outcome import Failure, Origin
+
+
+def able(ranks: int = 3) -> Membership:
+    """Return members that have all completed a step."""
+    members = Membership(ranks)
+    for rank in range(ranks):
+        assert members.note(rank, MemberState("able")) is None
+    return members
+
+
+def failure(rank: int, step: int | None = None, collateral: bool = False) -> Failure:
+    return Failure(
+        origin=Origin(rank=rank, local_rank=rank, host="host"),
+        summary="ValueError: no",
+        text="",
+        pickled=None,
+        collateral=collateral,
+        step=step,
+    )
+
+
+def test_only_the_loss_of_a_rank_that_all_are_prepared_for_is_survived() -> None:
+    members = Membership(2)
+    members.note(0, MemberState("able"))
+    assert members.reason_to_restart(failure(1)) == "rank 1 has not completed a step yet"
+    members.note(1, MemberState("able"))
+    assert members.reason_to_restart(failure(1)) is None
+    assert "collective" in str(members.reason_to_restart(failure(1, collateral=True)))
+    assert members.reason_to_restart(failure(1, step=3)) is None
+    assert members.reason_to_restart(failure(1, step=4)) is None
+    assert "same step" in str(members.reason_to_restart(failure(0, step=3)))
+    members.note(0, MemberState("unable", "there are two optimizers"))
+    members.note(1, MemberState("unable", "another"))
+    assert members.reason_to_restart(failure(1)) == "there are two optimizers"
+    assert able(1).reason_to_restart(failure(0)) == "no other rank is left"
+
+
+def test_a_lost_rank_leaves_and_another_joins_with_its_number() -> None:
+    members, lost = able(), failure(1)
+    assert members.lose(lost) == Members(1, (0, 2))
+    assert members.pending == [lost]
+    assert members.lose(failure(1)) == Members(1, (0, 2)), "the replacement had not joined"
+    for rank in (0, 2):
+        assert members.pending == [lost], "until all have formed the group"
+        members.note(rank, MemberState("formed", generation=1))
+    assert members.pending == []
+    assert members.numbers == [0, 2]
+    assert members.note(1, MemberState("ready")) == Members(2, (0, 1, 2), "growth")
+    assert members.reason_to_restart(failure(0)) is None, "a new one is able when it joins"
+
+
+def test_a_group_that_does_not_form_has_a_successor() -> None:
+    members = able()
+    members.lose(failure(2))
+    assert members.note(0, MemberState("unformed", generation=1)) == Members(2, (0, 1))
+    assert members.note(1, MemberState("unformed", generation=1)) is None, "an old one"
+    assert members.note(0, MemberState("formed", generation=1)) is None
+    members.note(1, MemberState("formed", generation=2))
+    assert members.pending, "rank 0 has formed the old one only"
+
+
+def test_a_rank_that_joins_has_nothing_to_go_on_with() -> None:
+    members = able(2)
+    members.lose(failure(0))
+    members.note(1, MemberState("formed", generation=1))
+    members.note(0, MemberState("ready"))
+    assert members.reason_to_restart(failure(1)) == "no other rank is left"
+    for rank in (0, 1):
+        members.note(rank, MemberState("formed", generation=2))
+    assert members.reason_to_restart(failure(1)) is None
+
+
+def test_members_that_have_finished_are_not_waited_for() -> None:
+    members = able()
+    members.note(0, MemberState("finished"))
+    assert members.lose(failure(1)) == Members(1, (2,))
+    assert members.numbers == [0, 2], "rank 0 returns the value"
+    assert members.note(2, MemberState("finished")) == Members(2, (0, 2), "end")
+    assert members.note(1, MemberState("ready")) is None, "it comes too late"
+
+    members = able()
+    members.note(0, MemberState("finished"))
+    assert members.note(1, MemberState("waiting")) == Members(1, (1, 2))
+    for rank in (1, 2):
+        members.note(rank, MemberState("formed", generation=1))
+    assert members.note(3, MemberState("ready")) == Members(2, (1, 2, 3), "growth")
+
+    members = able()
+    assert members.lose(failure(2)) == Members(1, (0, 1))
+    assert members.note(0, MemberState("finished")) == Members(2, (1,)), "they form no group"
+
+    members = able(2)
+    members.note(0, MemberState("finished"))
+    assert members.reason_to_restart(failure(1)) is None
+    assert members.lose(failure(1)) == Members(1, (0,), "end")
+
+
+def test_a_run_ends_although_a_rank_is_about_to_join() -> None:
+    members = able()
+    members.lose(failure(2))
+    for rank in (0, 1):
+        members.note(rank, MemberState("formed", generation=1))
+    assert members.note(2, MemberState("ready")) == Members(2, (0, 1, 2), "growth")
+    assert members.note(0, MemberState("finished")) == Members(3, (1, 2), "growth")
+    assert members.note(1, MemberState("finished")) == Members(4, (0, 1), "end")
+
+
+def test_reports_of_a_group_that_has_formed_may_be_late() -> None:
+    """Each rank's reports are in their order, but not those of several ranks."""
+    members = able()
+    members.lose(failure(2))
+    for rank in (0, 1):
+        members.note(rank, MemberState("formed", generation=1))
+    members.note(2, MemberState("ready"))
+    for rank in (0, 1):
+        members.note(rank, MemberState("formed", generation=2))
+        assert members.note(rank, MemberState("finished")) is None, "rank 2 has formed it, too"
+    members.note(2, MemberState("formed", generation=2))
+    assert members.note(2, MemberState("finished")) == Members(3, (0, 1, 2), "end")
+    assert members.has_formed, "no group is waited for"
