@@ -258,6 +258,8 @@ class Agent:
         failure = redact(failure, self._redaction)
         worker.settle(failure)
         self._failures.append(failure)
+        if self._node.goes_on:
+            self._log_relay.relay()  # whether the others can go on, if they have reported it
         if self._listener.on_rank_failed(failure):
             self._awaits_decision = True
         else:
