@@ -141,6 +141,8 @@ class Controller:
             run.cancellation.set_action(lambda: None)
             self._outcomes.discard_incomplete()
             self._note_state()
+        if self._membership is not None:
+            self._attempt.numbers = self._membership.numbers
         return self._result(self._ending)
 
     def handle(self, node: int, message: Any) -> None:
@@ -511,10 +513,9 @@ class Controller:
         run.events.lose(failure.origin.rank)
         self._attempt.progress.replace(failure.origin.rank)
         members = membership.lose(failure)
-        self._attempt.numbers = membership.numbers
         if members.change != "end":
             self._links.send(node, messages.ReplaceRank(failure.origin.rank))
-        self._links.broadcast(messages.MembersChanged(*members))
+        self._links.broadcast(messages.MembersChanged(members))
 
     def _on_member_state(self, rank: int, state: MemberState) -> None:
         membership = self._membership
@@ -526,8 +527,7 @@ class Controller:
                 "from the latest checkpoint."
             )
         if members := membership.note(rank, state):
-            self._links.broadcast(messages.MembersChanged(*members))
-        self._attempt.numbers = membership.numbers
+            self._links.broadcast(messages.MembersChanged(members))
         if membership.refusal is not None and not membership.has_formed:
             self._attempt.run.notify(f"The other ranks do not go on: {membership.refusal}.")
             if not membership.pending:

@@ -34,7 +34,6 @@ from distributor.node.process.specs import NodeShare
 from distributor.node.process.supervisor import Interpreter, StartLimit
 from distributor.node.process.zygote import ZygoteSpec
 from distributor.policies import AFTER_COLLATERAL_SECONDS, DRIVER_FIRST_SECONDS
-from distributor.rank.membership import Members
 from distributor.serialization.outcome import Failure, Value
 from distributor.wire import messages
 from distributor.wire.node_link import NodeLink, NoLink
@@ -412,8 +411,7 @@ class Node:
             case messages.Preempted():
                 self._notify_preemption(here=self.share.host in message.hosts)
             case messages.MembersChanged() if self._agent:
-                members = Members(message.generation, message.numbers, message.change)
-                self._agent.change_members(members)
+                self._agent.change_members(message.members)
             case messages.ReplaceRank() if self._agent:
                 self._agent.replace(message.rank)
             case messages.Release():

@@ -138,7 +138,7 @@ class Membership:
         self._news = threading.Condition()
         self._members = self._notice = Members(0, tuple(range(size)))
         self._has_failed = False
-        self._waiting: list[tuple[Any, Any]] = []
+        self._waiting: dict[Any, Any] = {}  # futures, and what they are completed with
         self._begun = 0  # steps in this group
         self._growth_at: int | None = None
         self._published = 0  # the generation for which others know when this rank grows
@@ -271,7 +271,7 @@ class Membership:
         result: torch.futures.Future[Any] = torch.futures.Future()
         generation = self.generation
         with self._news:
-            self._waiting.append((result, tensor))
+            self._waiting[result] = tensor
 
         def finish(done: Any) -> None:
             try:
@@ -292,14 +292,13 @@ class Membership:
         self._release(result)
         return result
 
-    def _release(self, only: Any = None) -> None:
+    def _release(self, *only: Any) -> None:
+        """Complete these futures, or all, as far as they are not complete."""
         with self._news:
-            done = [each for each in self._waiting if only is None or each[0] is only]
-            self._waiting = [
-                each for each in self._waiting if only is not None and each[0] is not only
-            ]
-        for result, buffer in done:
-            result.set_result(buffer)
+            waiting = [each for each in only or list(self._waiting) if each in self._waiting]
+            done = {each: self._waiting.pop(each) for each in waiting}
+        for result, tensor in done.items():
+            result.set_result(tensor)
 
     def note_error(self, error: Exception) -> bool:
         """Return whether an error of a collective in ``forward`` is that of a lost member."""

@@ -125,6 +125,10 @@ class RankAccount:
     launching: int = START
     use: Counters = field(default_factory=Counters)
 
+    def begin(self) -> None:
+        """Begin as another process."""
+        self.state, self.alive_until, self.attempt_steps, self.stopped = "starting", 0.0, 0.0, 0.0
+
 
 OnSegment = Callable[[int, float, float, Sequence[float]], object]
 """Takes a rank, the begin and end of a segment of its time, and the seconds in each bucket."""
@@ -220,7 +224,7 @@ class Account:
             self.ranks[number_of_rank] = rank
             rank.launching = START if not number else RECOVERY
             self._spend(number_of_rank, at, rank.launching)
-            rank.state, rank.alive_until, rank.attempt_steps, rank.stopped = "starting", 0.0, 0, 0.0
+            rank.begin()
             rank.since_checkpoint = [0.0] * len(BUCKETS)
         self._checkpoint_at = at
         self.attempts.append(
@@ -273,7 +277,7 @@ class Account:
         for number in event["lost"]:
             if (rank := self.ranks.get(number)) is not None:
                 self._spend(number, event["at"], COMPUTE if rank.attempt_steps else rank.launching)
-                rank.state, rank.alive_until, rank.attempt_steps, rank.stopped = "starting", 0, 0, 0
+                rank.begin()
                 rank.launching = RECOVERY
 
     def _spend_use(self, number: int, use: Counters) -> None:

@@ -9,6 +9,7 @@ from pickle import PickleBuffer
 from typing import Final, Literal, NamedTuple
 
 from distributor.errors import DistributorError
+from distributor.rank.membership import Members
 from distributor.serialization.outcome import Failure, Value
 
 Stream = Literal["stdout", "stderr"]
@@ -136,14 +137,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class MembersChanged:
-    """Driver to nodes: these ranks go on together, without those that are lost.
+    """Driver to nodes: these ranks go on together, without those that are lost."""
 
-    The fields are those of `Members`.
-    """
-
-    generation: int
-    numbers: tuple[int, ...]
-    change: Literal["loss", "growth", "end"] = "loss"
+    members: Members
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 29_953,
+    "lines of code in distributor/": 29_952,
     "modules in distributor/": 199,
     "lines in tests/": 32_331,
 }

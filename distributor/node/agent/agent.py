@@ -82,8 +82,8 @@ class Agent:
         self._data = data
         self._head_start = head_start
         self._workers: list[WorkerHandle] = []
-        self._lost: list[WorkerHandle] = []  # whom the others survive
         self._store: WorkerHandle | None = None
+        self._others: list[WorkerHandle] = []  # the store, and ranks that the others survive
         self._selector = WorkerSelector(self._handle)
         self._failures: list[Failure] = []
         self._grace_period = FailureGracePeriod(node.ranks_per_node)
@@ -115,7 +115,7 @@ class Agent:
         finally:
             for worker in self._workers:
                 worker.close(keep_value=kind is None)
-            for worker in (*self._lost, *([self._store] if self._store else [])):
+            for worker in self._others:
                 worker.close(keep_value=False)
             self._selector.close()
 
@@ -126,6 +126,7 @@ class Agent:
         """
         if self._node.goes_on and self._store_socket is not None:
             self._store = self._start(0, "store")  # so that any rank may be lost
+            self._others.append(self._store)
         for local_rank in range(self._node.ranks_per_node):
             self._start_rank(local_rank, "rank")
         if self._store_socket is not None:
@@ -322,7 +323,7 @@ class Agent:
                 worker.release()
                 self._workers.remove(worker)
                 self._selector.remove(worker)
-            self._lost += lost
+            self._others += lost
             self._awaits_decision = bool(self._failures)
             for worker in self._workers:
                 worker.send(messages.MEMBERS + change.to_line())

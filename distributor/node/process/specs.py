@@ -132,10 +132,6 @@ class WorkerSpec:
     def origin(self) -> Origin:
         return self.share.origin(self.local_rank)
 
-    @property
-    def keeps_value(self) -> bool:
-        return self.share.keep_all or self.origin.rank == 0
-
     def descriptors(self) -> list[int]:
         """List the descriptors that the rank inherits."""
         return [getattr(self, name) for name in self._descriptor_names()]

@@ -221,8 +221,8 @@ def _run_program(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
             finish_gpu_work()
             context.run_final_steps()
             members = context.membership
-            keeps_value = worker_spec.keeps_value if members is None else members.rank == 0
-            if os.getpid() == rank and (keeps_value or worker_spec.share.keep_all):
+            number = worker_spec.origin.rank if members is None else members.rank
+            if os.getpid() == rank and (worker_spec.share.keep_all or number == 0):
                 pickling.dump_value(value, file, what=f"rank {worker_spec.origin.rank}")
             return True
         except SystemExit:

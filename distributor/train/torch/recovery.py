@@ -39,15 +39,17 @@ class Replica(torch.nn.Module):
     It has DDP's attribute `module`, its `no_sync`, and the names of its parameters.
     """
 
+    _ddp: DistributedDataParallel | None
+
     def __init__(
         self, module: torch.nn.Module, membership: Membership, options: Mapping[str, Any]
     ) -> None:
         super().__init__()
         self.module = module
-        # Not as submodules: state dicts have each parameter once.
-        self.__dict__.update(_options=dict(options), _ddp=None, _membership=membership)
-        given = [options.get(name) for name in _COPIES_BUFFERS]
-        self.__dict__.update(_before=[], _copies_buffers=False not in given)
+        self._options, self._membership = dict(options), membership
+        self._copies_buffers = False not in [options.get(name) for name in _COPIES_BUFFERS]
+        self._before: list[torch.Tensor] = []  # its buffers at the begin of a step
+        self._set_ddp(None)
         membership.follow_model(self)
         if not membership.joins:
             self._wrap(init_sync=True)
@@ -56,18 +58,21 @@ class Replica(torch.nn.Module):
         self._wrap(init_sync=False)  # the members have copied the state
 
     def leave(self) -> None:
-        self.__dict__["_ddp"] = None
+        self._set_ddp(None)
+
+    def _set_ddp(self, ddp: DistributedDataParallel | None) -> None:
+        self.__dict__["_ddp"] = ddp  # as no submodule: state dicts have each parameter once
 
     def restore_buffers(self) -> None:
-        for buffer, before in zip(self.module.buffers(), self.__dict__["_before"], strict=False):
+        for buffer, before in zip(self.module.buffers(), self._before, strict=False):
             buffer.data.copy_(before)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        ddp, membership = self.__dict__["_ddp"], self.__dict__["_membership"]
+        ddp, membership = self._ddp, self._membership
         if torch.is_grad_enabled():
             if membership.begin_forward():
-                self.__dict__["_before"] = [each.clone() for each in self.module.buffers()]
-            if self.__dict__["_copies_buffers"] and not membership.joins:
+                self._before = [each.clone() for each in self.module.buffers()]
+            if self._copies_buffers and not membership.joins:
                 membership.copy_buffers(self.module)
         if ddp is not None and not membership.is_broken:
             try:
@@ -79,7 +84,7 @@ class Replica(torch.nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication, as DDP's method does."""
-        ddp = self.__dict__["_ddp"]
+        ddp = self._ddp
         found: AbstractContextManager[None] = nullcontext() if ddp is None else ddp.no_sync()
         return found
 
@@ -87,11 +92,11 @@ class Replica(torch.nn.Module):
         # DDP itself would wait for a rank that is lost.
         known = inspect.signature(DistributedDataParallel).parameters
         copies = {next(name for name in _COPIES_BUFFERS if name in known): False}
-        options = {**self.__dict__["_options"], "init_sync": init_sync, **copies}
+        options = {**self._options, "init_sync": init_sync, **copies}
         ddp = DistributedDataParallel(self.module, **options)
-        reduce = self.__dict__["_membership"].reduce
+        reduce = self._membership.reduce
         ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket))  # torch checks annotations
-        self.__dict__["_ddp"] = ddp
+        self._set_ddp(ddp)
 
 
 class State:
