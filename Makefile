@@ -83,6 +83,7 @@ bench: $(VENV)/.bench ## Compare speed with other launchers; ARGS=--quick for a 
 
 chaos: venv ## Inject every fault and print the results; ARGS="--times 1" for a first look
 	PYTHONPATH=tests $(VENV)/bin/python -m support.chaos $(ARGS)
+	RECOVERY_TIMES=$(or $(RECOVERY_TIMES),200) $(VENV)/bin/python -m pytest -m slow tests/test_recovery.py
 
 notebooks: venv ## Run the notebooks, on a cluster if they need one, and save their outputs
 	PYTHONPATH=tests $(VENV)/bin/python -m support.notebooks $(ARGS)

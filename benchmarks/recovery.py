@@ -29,21 +29,24 @@ from benchmarks.spark import EMBEDDED, LOCAL
 from benchmarks.turns import Effort, measured
 from distributor.core.versions import DISTRIBUTION
 
-RANKS = 2
+RANKS, IN_PLACE_RANKS = 2, 3
 ONE_CORE = "local-cluster[2,1,1024]"
 """A cluster on which the ranks need both executors."""
 TWO_HOSTS = "spark://, two hosts"
+THREE_EXECUTORS = "local-cluster[3,1,1024]"
 RANK, EXECUTOR, HOST = "a rank is killed", "an executor is killed", "a host is cut off"
+ROW_BYTES, STEP_SECONDS = 4096, 0.01
 SIZES = (1, 1000)
-"""Megabytes of the checkpoint."""
+"""Megabytes of the checkpoint, or of the model."""
 RECOVERED = "until the first collective of the next attempt"
+STEPPED = "until the others have done a step"
 REPORTED = "until it is reported"
 HOST_REPEATS = 3
 REPEATS = 4
 """Runs of one driver. The first is not counted: it also starts warm processes."""
 DEADLINE = 900.0
 WAIT_SECONDS = 120.0
-SETTLE_SECONDS = 3.0
+SETTLE_SECONDS = 6.0
 """Seconds between the report and the kill, in which a launcher may do more in the background."""
 
 
@@ -73,10 +76,12 @@ def measure(effort: Effort) -> list[Row]:
     places = [
         ("ours", LOCAL, RANK),
         ("ray", LOCAL, RANK),
+        ("ours_in_place", LOCAL, RANK),
         ("ours", EMBEDDED, RANK),
         ("ours", ONE_CORE, EXECUTOR),
         ("ours_ordinary", ONE_CORE, EXECUTOR),
         ("ours_pair", ONE_CORE, EXECUTOR),
+        ("ours_in_place", THREE_EXECUTORS, EXECUTOR),
     ]
     cases = [
         Case(PEERS[name], place, fault, megabytes)
@@ -94,7 +99,7 @@ def drive(peer: str, place: str, fault: str, size: int) -> dict[str, Any]:
     if fault == HOST:
         return {"seconds": seconds_until_reported(HOST_REPEATS)}
     with PEERS[peer].open(place) as opened:
-        recover = FLOORS.get(peer, lambda fit: _recovery(fit, fault, size))
+        recover = FLOORS.get(peer, lambda fit: _recovery(fit, fault, size, _ranks(peer)))
         seconds = [recover(opened) for _ in range(REPEATS)]
     return {"seconds": seconds[1:]}
 
@@ -129,6 +134,30 @@ def _wait_for_kill(folder: Path, rank: int) -> None:
     dist.barrier()
 
 
+def train_in_place(config: dict[str, Any]) -> None:
+    """Train until a rank is killed, and for one step with the others."""
+    import torch
+    import torch.distributed as dist
+
+    folder, rank = Path(config["folder"]), int(os.environ["RANK"])
+    layer = torch.nn.Linear(ROW_BYTES // 4, config["size"] // ROW_BYTES, bias=False)
+    model = library("distributor.train.torch").prepare_model(layer)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)  # counts completed steps
+    is_complete, completed = True, 0
+    while is_complete or schedule.last_epoch == completed:
+        completed = schedule.last_epoch
+        optimizer.zero_grad()
+        model(torch.ones(1, ROW_BYTES // 4)).sum().backward()
+        optimizer.step()
+        schedule.step()
+        time.sleep(STEP_SECONDS)  # as if a GPU computed: the ranks do not compete for cores
+        is_complete = is_complete and dist.get_world_size() == IN_PLACE_RANKS
+        if schedule.last_epoch == 2:
+            (folder / f"pid{rank}").write_text(str(os.getpid()))
+    (folder / f"recovered{rank}").write_text(str(time.time()))
+
+
 def _note_recovery(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
@@ -150,6 +179,21 @@ def _ours_ordinary(place: str) -> AbstractContextManager[Run]:
 
 def _ours_pair(place: str) -> AbstractContextManager[Run]:
     return _ours(place, (1, RANKS), barrier=False)
+
+
+@contextlib.contextmanager
+def _ours_in_place(place: str) -> Iterator[Run]:
+    from distributor import TorchDistributor
+
+    with spark.session(place):
+        distributor = TorchDistributor(
+            IN_PLACE_RANKS,
+            local_mode=place == LOCAL,
+            use_gpu=False,
+            recovery="in_place",
+            max_failures=1,
+        )
+        yield lambda config, storage: distributor.run(train_in_place, config)
 
 
 @contextlib.contextmanager
@@ -185,6 +229,13 @@ PEERS = {
             note="the next attempt has one rank",
         ),
         Peer(
+            "ours_in_place",
+            'distributor, recovery="in_place"',
+            _ours_in_place,
+            DISTRIBUTION,
+            note="three ranks, of which two go on; no checkpoint",
+        ),
+        Peer(
             "floor_executor",
             "floor: Spark's own start of an executor",
             spark.session,
@@ -202,12 +253,18 @@ PEERS = {
 }
 
 
-def _recovery(fit: Run, fault: str, size: int) -> float:
+def _ranks(peer: str) -> int:
+    return IN_PLACE_RANKS if peer == "ours_in_place" else RANKS
+
+
+def _recovery(fit: Run, fault: str, size: int, ranks: int) -> float:
     """Run a training with a fault, and return the seconds from the kill to the first collective."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         killed: list[float] = []
-        killer = threading.Thread(target=lambda: killed.append(_kill(folder, fault)), daemon=True)
+        killer = threading.Thread(
+            target=lambda: killed.append(_kill(folder, fault, ranks)), daemon=True
+        )
         killer.start()
         fit({"folder": name, "size": size}, folder / "storage")
         killer.join()
@@ -215,9 +272,9 @@ def _recovery(fit: Run, fault: str, size: int) -> float:
     return max(recovered) - killed[0]
 
 
-def _kill(folder: Path, fault: str) -> float:
+def _kill(folder: Path, fault: str, ranks: int) -> float:
     """Kill the rank, or an executor, once the ranks wait for it; return when that was."""
-    files = [folder / f"pid{rank}" for rank in range(RANKS)]
+    files = [folder / f"pid{rank}" for rank in range(ranks)]
     _wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     time.sleep(SETTLE_SECONDS)
     pid = _executors()[0] if fault == EXECUTOR else int(files[-1].read_text())
@@ -305,4 +362,6 @@ def _drive(case: Case) -> Driven:
 
 def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
     what = REPORTED if case.fault == HOST else RECOVERED
+    if case.peer.name == "ours_in_place":
+        what = STEPPED
     return [row(case.peer, case.title, what, gathered(measurements, "seconds"))]

@@ -59,9 +59,9 @@ class FailedAttempts:
     kept : list of FailedAttempt
         The first and the latest.
     count, num_preempted : int
-        How many there are, and how many of them were preempted.
+        How many there are, and how many of them, or of the survived losses, were preemptions.
     num_survived : int
-        How many ranks were lost in attempts that went on without them.
+        How many losses of ranks, or of a node with its ranks, attempts have survived.
     num_quick : int
         How many in a row, up to the last, have failed quickly.
     num_same : int
@@ -97,6 +97,11 @@ class FailedAttempts:
         self.num_quick = self.num_quick + 1 if is_quick else 0
         self.cause = cause
         self.num_same = self._count_same(cause)
+
+    def survive(self, is_preempted: bool) -> None:
+        """Count a loss without which the attempt goes on."""
+        self.num_survived += 1
+        self.num_preempted += is_preempted
 
     def _count_same(self, failure: Failure | None) -> int:
         """Return how often the user's code has raised the same exception at the same step."""

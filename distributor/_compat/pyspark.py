@@ -144,6 +144,12 @@ def inactive_executors(context: Any, executors: Iterable[str]) -> list[str]:
     return [executor for executor in executors if not backend.isExecutorActive(executor)]
 
 
+def decommissioned_executors(context: Any, executors: Iterable[str]) -> list[str]:
+    """Return which executors Spark was notified about that they will end."""
+    scheduler = java_context(context).taskScheduler()
+    return [each for each in executors if scheduler.getExecutorDecommissionState(each).isDefined()]
+
+
 def jobs_with_tag(context: Any, tag: str) -> list[int]:
     """Return the ids of the jobs that have a tag."""
     return list(java_context(context).statusTracker().getJobIdsForTag(tag))
@@ -389,6 +395,9 @@ def executor_of(pid: int) -> tuple[str, str] | None:
 
 # The host of the task that failed.
 LOST_TASK = r"Lost task \S+ in stage \S+ \(TID \d+\) \(([^\s)]+)"
+
+# A task has failed as often as `spark.task.maxFailures` allows: more than once.
+FAILED_TASK = r"\bTask \d+ in stage \S+ failed (?!1 )(\d+) times"
 
 # A barrier job has more tasks than the cluster has slots.
 TOO_FEW_SLOTS = r"SPARK-24819|BARRIER_STAGE_NOT_ENOUGH_SLOTS"

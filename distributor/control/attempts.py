@@ -98,7 +98,7 @@ def _run_attempts(run: Run, launcher: Launcher, listeners: Listeners) -> Any:
             silent = attempt.silent
             _announce_next(run)
     seconds = duration(time.monotonic() - began)
-    message = f"Finished {launcher.training(attempt.num_ranks)} in {seconds}"
+    message = f"Finished {launcher.training(len(attempt.numbers))} in {seconds}"
     run.notify(message, run.spec.settings.spelling.logger)
     _warn_about_lost_ranks(attempt)
     _warn_about_separate_models(attempt)
@@ -163,18 +163,22 @@ def _explain_end(run: Run, error: Exception) -> None:
 
 
 def _add_attempts(failed: FailedAttempts, reason: str | None, error: Exception) -> None:
-    earlier, text = failed.kept, "Earlier attempts:"
+    earlier, last = failed.kept, ""
     if failed.last.error is error:  # not if the next attempt has not begun
         earlier = failed.kept[:-1]
-        text = f"This was attempt {failed.last.number}, the last: {reason}. {text}"
+        last = f"This was attempt {failed.last.number}, the last: {reason}. "
         if failed.last.preempted:
             vars(error)["preempted"] = failed.last.preempted
+    if survived := failed.num_survived:
+        last += f"Survived before: {counted(survived, 'loss', 'losses')}. "
     if earlier:
         vars(error)["attempts"] = tuple(failed.kept)
         first, *latest = [f"\n  {attempt}" for attempt in earlier]
         left_out = failed.count - len(failed.kept)
         gap = [f"\n  ... {counted(left_out, 'attempt')} left out ..."] if left_out else []
-        add_note(error, "".join([text, first, *gap, *latest]))
+        add_note(error, "".join([last, "Earlier attempts:", first, *gap, *latest]))
+    elif survived:
+        add_note(error, last.rstrip())
 
 
 def _announce_next(run: Run) -> None:

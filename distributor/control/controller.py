@@ -13,17 +13,26 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from distributor.control.membership import Membership
 from distributor.control.nodes import Nodes, Outcomes, RendezvousDecision
-from distributor.control.run import Attempt, Handle, NodeEnded, NodesEnded, Resized, RunEvent
+from distributor.control.recovery import Recovery
+from distributor.control.run import (
+    Attempt,
+    Handle,
+    LossExplained,
+    NodeEnded,
+    NodesEnded,
+    Resized,
+    RunEvent,
+)
 from distributor.control.sink import DriverSink
 from distributor.core.states import StateMachine, Table
 from distributor.core.text import counted, listed
 from distributor.core.versions import check_alike, pickling_software
 from distributor.errors import NodeLost, RunStalled, RunTimeout, StartTimeout
-from distributor.node.worker.stacks import append_stacks
-from distributor.policies import Deadlines, FailureGracePeriod, StallWatch, limit_reached
+from distributor.node.worker.stacks import append_stacks, place_of
+from distributor.policies import Deadlines, FailureGracePeriod, Stall, StallWatch
 from distributor.rank.messages import MemberState
+from distributor.report.verdict import not_in_collective
 from distributor.screen.messages import notify, warn, warn_about_nodes
 from distributor.serialization.outcome import Failure, Outcome
 from distributor.wire import messages
@@ -93,9 +102,11 @@ class Controller:
         self._stalls = StallWatch(settings.stall_warning, settings.stall_timeout)
         self._outcomes = Outcomes(attempt)
         self._grace_period = FailureGracePeriod(handle.num_nodes)
-        goes_on = settings.recovery == "in_place"
-        self._membership = Membership(attempt.num_ranks) if goes_on else None
-        attempt.on_member_state = self._on_member_state
+        self._recovery = Recovery(
+            attempt, handle, self._nodes, clock, lambda: self.state is RunState.RUNNING
+        )
+        if self._recovery.is_wanted:
+            attempt.on_member_state = self._on_member_state
         self._stacks: dict[int, dict[int, str]] = {}
         self._ending: NodesEnded | None = None
         self._ended: set[int] = set()
@@ -141,8 +152,7 @@ class Controller:
             run.cancellation.set_action(lambda: None)
             self._outcomes.discard_incomplete()
             self._note_state()
-        if self._membership is not None:
-            self._attempt.numbers = self._membership.numbers
+        self._attempt.numbers = self._recovery.members.numbers
         return self._result(self._ending)
 
     def handle(self, node: int, message: Any) -> None:
@@ -150,6 +160,8 @@ class Controller:
 
         One of an unknown type is ignored, as a node does.
         """
+        if self._recovery.is_silenced(node) and not isinstance(message, Lost):
+            return  # it has nothing to say
         if handler := HANDLERS.get(type(message)):
             handler(self, node, message)
 
@@ -212,13 +224,15 @@ class Controller:
             self._check_nodes()
         if self.state is RunState.RUNNING:
             self._check_size()
+            self._recovery.fill()
         if self._grace_period.is_over(now) or self._outcomes.all_failed:
             self._machine.fire(RunEvent.FAILURE_SETTLED)
         if self._deadlines.is_stop_overdue(now):
             self._handle.cancel()  # the nodes then end with an error, beside the failures
         self._note_state()
         counts_preemptions = self._attempt.settings.max_preemption_failures is not None
-        if self._attempt.run.graceful_shutdown.is_subscribed or counts_preemptions:
+        is_subscribed = self._attempt.run.graceful_shutdown.is_subscribed
+        if is_subscribed or counts_preemptions or self._recovery.goes_on:
             self._notify_leaving()
 
     def _note_state(self) -> None:
@@ -264,7 +278,7 @@ class Controller:
         if not self._nodes.all_up:
             return  # the activity of these nodes is not known
         stall = self._stalls.check(self._nodes.working, now)
-        if stall is None:
+        if stall is None or (stall.ends_attempt and self._end_hung(stall)):
             return
         if not (stall.ends_attempt and self._machine.fire(RunEvent.DEADLINE_PASSED)):
             self.handle(HERE, messages.StackRequest())
@@ -280,6 +294,24 @@ class Controller:
             raise RunStalled(text, stacks=stacks)
         self._attempt.run.events.add_stacks(stacks, stall.seconds, stalled=False)
         warn(text)
+
+    def _end_hung(self, stall: Stall) -> bool:
+        """Have the ranks killed for which others wait; return whether there are some."""
+        if not self._recovery.goes_on:
+            return False
+        self.handle(HERE, messages.StackRequest())
+        stacks = self._await_stacks()
+        hung = not_in_collective({str(rank): text for rank, text in stacks.items()})
+        if not 0 < len(hung) < len(stacks):
+            return False
+        self._attempt.run.events.add_stacks(stacks, stall.seconds, stalled=False)
+        setting = self._attempt.settings.spelling.of(stall.setting)
+        for rank in hung:
+            cause = f"it hung for {stall.seconds:g} s ({setting}) {place_of(stacks[rank])}".rstrip()
+            self._links.send(self._nodes.node_of(rank), messages.EndRank(rank, cause))
+        for node in self._nodes.working:
+            self._stalls.forget(node)
+        return True
 
     def _await_stacks(self, await_end: bool = False) -> dict[int, str]:
         """Return the stacks of the ranks that are still at work, by rank."""
@@ -312,7 +344,7 @@ class Controller:
     def _check_size(self) -> None:
         """End the attempt after a checkpoint if the next one would have more ranks."""
         reported = self._attempt.progress.checkpoints
-        if reported == self._checkpoints:
+        if reported == self._checkpoints or self._recovery.goes_on:
             return
         self._checkpoints = reported
         if (now := self._clock()) < self._resizable_at:
@@ -326,7 +358,8 @@ class Controller:
 
     def _notify_leaving(self) -> None:
         """Notify the ranks if the cluster is about to end a process of theirs."""
-        if leaving := self._handle.leaving(set(self._nodes.hosts.values())):
+        leaving = self._handle.leaving(set(self._nodes.hosts.values()))
+        if leaving is not None and not self._recovery.let_leave(leaving):
             notify(leaving.text)
             self._preempt(leaving.hosts)
 
@@ -357,7 +390,8 @@ class Controller:
         """Compare the nodes' versions, and send all nodes the address of rank 0's store."""
         warn_about_nodes(self._nodes.warnings)
         check_alike(self._nodes.software | {"the driver": pickling_software()})
-        self._links.broadcast(self._rendezvous.address)
+        self._links.broadcast(self._nodes.stores[0])
+        self._recovery.choose_store()
 
     def _follow_unlinked(self) -> None:
         """Warn the user. Have all nodes go on without links, at most a minute beyond `timeout`."""
@@ -382,7 +416,7 @@ class Controller:
         """Ask the nodes to stop their ranks."""
         self._nodes.stopping = True
         # A node without a link may have the cause: the launcher then reports why it was lost.
-        in_vain = len(self._nodes.linked) < self._nodes.count and self._outcomes.has_cause
+        in_vain = bool(self._nodes.unlinked) and self._outcomes.has_cause
         self._deadlines.start_stop(self._clock(), in_vain=in_vain)
         self._links.broadcast(messages.Stop("a rank failed"))
 
@@ -397,6 +431,8 @@ class Controller:
             # Spark kills the workers of the other tasks, but only after two seconds.
             self._nodes.stopping = True
             self._links.broadcast(messages.Stop("a node has failed"))
+        elif self._recovery.is_wanted:  # nodes that would have joined
+            self._links.broadcast(messages.Stop("the other ranks have finished"))
 
     def _abort(self) -> None:
         """Ask the nodes to stop their ranks, receive the messages on their way, cancel them."""
@@ -409,10 +445,14 @@ class Controller:
 
     def _on_lost(self, node: int, message: Lost) -> None:
         self._stalls.forget(node)
+        if message is LOST and self._recovery.note_link_end(node):
+            return
         if message is LOST:
             self._nodes.lose_link(node)
         else:
             self._nodes.unresponsive.add(node)
+        self._recovery.lose_link(node, message)
+        self._check_ends()
 
     def _on_nodes_ended(self, node: int, message: NodesEnded) -> None:
         if self._ending is None:
@@ -420,13 +460,23 @@ class Controller:
             self._machine.fire(RunEvent.NODES_ENDED)
 
     def _on_node_ended(self, node: int, message: NodeEnded) -> None:
-        self._ended.add(message.node)
-        if message.error or len(self._ended) == self._nodes.count:
-            timed_out = message.error if isinstance(message.error, StartTimeout) else None
-            ended = NodesEnded(error=message.error, timed_out=timed_out, explain=message.explain)
-            self._on_nodes_ended(node, ended)
+        if not self._recovery.survive_end(message):
+            self._ended.add(message.node)
+            if message.error:
+                timed_out = message.error if isinstance(message.error, StartTimeout) else None
+                explain = message.explain
+                ended = NodesEnded(error=message.error, timed_out=timed_out, explain=explain)
+                self._on_nodes_ended(node, ended)
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        """End the attempt once all nodes that it has have ended."""
+        if self._ended >= self._nodes.present:
+            self._on_nodes_ended(HERE, NodesEnded())
 
     def _on_node_failed(self, node: int, message: messages.NodeFailed) -> None:
+        if self._recovery.survive_error(node, message.error):
+            return
         if self._ending is not None and self._ending.error is None:
             self._ending = None  # the launcher has reported the node's end sooner
         self._on_node_ended(node, NodeEnded(node, message.error))
@@ -439,14 +489,17 @@ class Controller:
             self._links.send(node, messages.Unlink())
         else:
             self._nodes.come_up(node, message, self._clock())
+        if node not in self._nodes.present:
+            self._recovery.welcome(node, message)
 
     def _on_rendezvous(self, node: int, message: messages.Rendezvous) -> None:
-        self._rendezvous.address = message
+        self._nodes.stores[node] = message
 
     def _on_ranks_started(self, node: int, message: messages.RanksStarted) -> None:
         self._grace_period.note_start(node, self._clock())
         self._nodes.started.add(node)
         ranks, host = list(self._nodes.ranks_of(node)), self._nodes.hosts[node]
+        self._recovery.note_start(node)
         self._attempt.progress.start(ranks, host)
         self._attempt.run.events.add("started", ranks=ranks, host=host)
         if not self._rendezvous.late_nodes:
@@ -471,72 +524,33 @@ class Controller:
         self._outcomes.values[message.value.rank] = message.value
 
     def _on_failed(self, node: int, message: messages.Failed) -> None:
-        failure, membership = message.failure, self._membership
-        self._note_end([failure.origin.rank], "failed")
+        failure = message.failure
+        self._attempt.note_end([failure.origin.rank], "failed")
         self._attempt.run.events.add_failure(failure)
-        if membership is not None and self.state is RunState.RUNNING:
-            reason = self._reason_to_restart(membership, failure)
-            if reason is None:
-                self._lose(membership, node, failure)
-                return
-            self._attempt.run.notify(f"The other ranks do not go on: {reason}.")
-        self._end_by(failure)
+        if not self._recovery.survive_rank(node, failure):
+            self._end_by(failure)
 
     def _end_by(self, *failures: Failure) -> None:
         """End the attempt because of failures, after those that it has not survived yet."""
-        if self._membership is not None:
-            failures = (*self._membership.pending, *failures)
-            self._membership.pending = []
+        members = self._recovery.members
+        failures = (*members.pending, *failures)
+        members.pending = []
         self._outcomes.failures += failures
         for failure in failures:
             self._grace_period.note_failure(failure, self._clock())
 
-    def _reason_to_restart(self, membership: Membership, failure: Failure) -> str | None:
-        """Return why the ranks do not go on without one that has failed, if they do not."""
-        failed, settings = self._attempt.run.failed, self._attempt.settings
-        if len(self._nodes.linked) < self._nodes.count:
-            return "a node has no link to this process"
-        limit = limit_reached(failed.all + 1, 0, False, settings.max_failures, None)
-        return membership.reason_to_restart(failure) or limit
-
-    def _lose(self, membership: Membership, node: int, failure: Failure) -> None:
-        """Go on without a rank, and start a process that takes its place."""
-        run = self._attempt.run
-        run.failed.num_survived += 1
-        self._attempt.survived.append(failure)
-        run.notify(
-            f"Lost {failure.origin}: {failure.summary.rstrip('.')}. The other ranks go on in their "
-            "processes, and another process takes its place."
-        )
-        if failure.step is not None:
-            run.notify(failure.text.rstrip())  # its traceback
-        run.events.lose(failure.origin.rank)
-        self._attempt.progress.replace(failure.origin.rank)
-        members = membership.lose(failure)
-        if members.change != "end":
-            self._links.send(node, messages.ReplaceRank(failure.origin.rank))
-        self._links.broadcast(messages.MembersChanged(members))
-
     def _on_member_state(self, rank: int, state: MemberState) -> None:
-        membership = self._membership
-        if membership is None:
+        self._recovery.note_state(rank, state)
+        members = self._recovery.members
+        if members.refusal is None or members.has_formed or self._outcomes.failures:
             return
-        if state.state == "unable" and membership.refusal is None:
-            self._attempt.run.warn_once(
-                f"recovery='in_place' does not apply: {state.reason}. A failure restarts all ranks "
-                "from the latest checkpoint."
-            )
-        if members := membership.note(rank, state):
-            self._links.broadcast(messages.MembersChanged(members))
-        if membership.refusal is not None and not membership.has_formed:
-            self._attempt.run.notify(f"The other ranks do not go on: {membership.refusal}.")
-            if not membership.pending:
-                raise NodeLost("The ranks have lost their connections to each other.")
-            self._end_by()
+        self._attempt.run.notify(f"The other ranks do not go on: {members.refusal}.")
+        if not members.pending:
+            raise NodeLost("The ranks have lost their connections to each other.")
+        self._end_by()
 
-    def _note_end(self, ranks: list[int], state: str) -> None:
-        self._attempt.progress.end(ranks, state)
-        self._attempt.run.events.add("ended", ranks=ranks, state=state)
+    def _on_loss_explained(self, node: int, message: LossExplained) -> None:
+        self._recovery.note_explanation(message)
 
     def _on_idle(self, node: int, message: messages.Idle) -> None:
         self._stalls.note(node, message.seconds, self._clock())
@@ -563,7 +577,7 @@ class Controller:
     def _on_node_done(self, node: int, message: messages.NodeDone) -> None:
         self._nodes.done.add(node)
         self._nodes.working.discard(node)
-        self._note_end(list(self._nodes.ranks_of(node)), "finished")
+        self._attempt.note_end(list(self._nodes.ranks_of(node)), "finished")
         if self._nodes.all_done:
             self._links.broadcast(messages.Release())
 
@@ -588,6 +602,7 @@ HANDLERS: dict[type, Callable[[Controller, int, Any], None]] = {
     messages.Preempted: Controller._on_preempted,
     messages.NodeDone: Controller._on_node_done,
     messages.NodeFailed: Controller._on_node_failed,
+    LossExplained: Controller._on_loss_explained,
 }
 
 _BEFORE_ITS_END = (

@@ -7,7 +7,10 @@ counted for themselves could stay apart for ever.
 
 from __future__ import annotations
 
-from distributor.core.text import listed
+import math
+from collections.abc import Collection, Sequence
+
+from distributor.core.text import counted, listed
 from distributor.rank.membership import Change, Members
 from distributor.rank.messages import MemberState
 from distributor.serialization.outcome import Failure
@@ -23,6 +26,8 @@ class Membership:
     ----------
     num_ranks : int
         How many ranks there are at the start.
+    least : int
+        The fewest ranks that may go on.
 
     Attributes
     ----------
@@ -30,13 +35,17 @@ class Membership:
         The members, by the numbers that they had at the start, or that those had whom they replace.
     finished : set of int
         Those whose program has returned.
+    store : tuple of str and int
+        The address of the store in which the next generation finds each other.
     refusal : str or None
         Why the ranks cannot go on without a restart.
     pending : list of Failure
         The failures since the last group that has formed.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, least: int = 1) -> None:
+        self._least = least
+        self.store = "", 0
         self.current = Members(0, tuple(range(num_ranks)))
         self.finished: set[int] = set()
         self.refusal: str | None = None
@@ -44,7 +53,8 @@ class Membership:
         self._able: set[int] = set()
         self._formed = set(range(num_ranks))  # of the members, those that are in the group
         self._ready: set[int] = set()  # to join
-        self._joining: set[int] = set()  # members that have no state until their group has formed
+        # Members that have no state until their group has formed, and its generation.
+        self._joining: dict[int, int] = {}
         self._num_unformed = 0
         self._seen: set[tuple[str, int]] = set()
 
@@ -53,36 +63,46 @@ class Membership:
         """The numbers of members and of those that have finished; the first returns the value."""
         return sorted({*self.current.numbers, *self.finished})
 
-    def reason_to_restart(self, failure: Failure) -> str | None:
-        """Note a failure; return why the others cannot go on without this rank, if they cannot."""
-        key = None if failure.step is None else (failure.summary, failure.step)
-        repeats, rank = key in self._seen, failure.origin.rank
-        if key is not None:
-            self._seen.add(key)
+    def reason_to_restart(self, failures: Sequence[Failure]) -> str | None:
+        """Note failures of one event; return why the others cannot go on, if they cannot."""
+        keys = {(each.summary, each.step) for each in failures if each.step is not None}
+        repeats, self._seen = bool(keys & self._seen), self._seen | keys
+        lost, members = {each.origin.rank for each in failures}, set(self.current.numbers)
         if self.refusal is not None:
             return self.refusal
-        if failure.collateral:
+        if any(each.collateral for each in failures):
             return "a collective of the program itself has failed"
         if repeats:
             return "another rank has failed at the same step in the same way"
-        if rank not in self.current.numbers:  # it has not joined yet
+        if lost & self.finished:
+            return "a rank that had finished was lost with its value"
+        if not lost & members:  # they have not joined yet
             return None
-        if waiting := sorted(set(self.current.numbers) - self._able):
+        if waiting := sorted(members - self._able):
             verb = "has" if len(waiting) == 1 else "have"
             return f"{listed('rank', waiting)} {verb} not completed a step yet"
-        if not set(self.current.numbers) - self._joining - {rank} and not self.finished:
+        if not members - self._joining.keys() - lost and not self.finished:
             return "no other rank is left"
+        if len(members - lost) < self._least:
+            return f"num_processes asks for at least {counted(self._least, 'rank')}"
         return None
 
-    def lose(self, failure: Failure) -> Members:
-        """Go on without a rank; return the members, which are the same if it had not joined."""
-        rank = failure.origin.rank
-        self._ready.discard(rank)
-        if rank in self.current.numbers:
-            self.pending.append(failure)
-            self._able.discard(rank)
-            self._lose({rank})
+    def lose(self, failures: Sequence[Failure]) -> Members:
+        """Go on without ranks; return the members, which are the same if none had joined."""
+        lost = {each.origin.rank for each in failures}
+        self._ready -= lost
+        if lost & set(self.current.numbers):
+            self.pending += failures
+            self._able -= lost
+            self._lose(lost)
         return self.current
+
+    def give_up(self, ranks: Collection[int]) -> bool:
+        """Note that ranks do not join; return False, and do nothing, if one of them has."""
+        if not {*ranks}.isdisjoint({*self.current.numbers, *self.finished}):
+            return False
+        self._ready -= {*ranks}
+        return True
 
     def note(self, rank: int, state: MemberState) -> Members | None:
         """Note what a rank reports; return the members if they have changed."""
@@ -98,13 +118,14 @@ class Membership:
             self._ready.add(rank)
         elif state.generation == before.generation:
             self._note_group(rank, state.state)
+        if state.state == "formed" and self._joining.get(rank, math.inf) <= state.generation:
+            del self._joining[rank]  # also if the members have changed since
         self._grow()
         return None if self.current is before else self.current
 
     def _note_group(self, rank: int, state: str) -> None:
         if state == "formed":
             self._formed.add(rank)
-            self._joining.discard(rank)
             if self.has_formed:
                 self.pending, self._num_unformed = [], 0
         elif state == "unformed" or (state == "waiting" and self.finished):
@@ -112,6 +133,11 @@ class Membership:
             if self._num_unformed > MAX_UNFORMED:
                 self.refusal = "they could not form a group"
             self._lose(set())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a rank has finished, so that none can join any more."""
+        return self.current.change == "end" or bool(self.finished)
 
     @property
     def has_formed(self) -> bool:
@@ -141,7 +167,7 @@ class Membership:
 
         If one has formed the group, all have: their reports may arrive later.
         """
-        return numbers - self.finished - (set() if self._formed else self._joining)
+        return numbers - self.finished - (set() if self._formed else self._joining.keys())
 
     def _grow(self) -> None:
         """Have ranks join that are ready, once the group has formed: a step of all is agreed on."""
@@ -151,7 +177,9 @@ class Membership:
             self._change(left | joining, "growth")
 
     def _change(self, numbers: set[int], change: Change) -> None:
-        self._joining = (self._joining | (numbers - set(self.current.numbers))) & numbers
-        self.current = Members(self.current.generation + 1, tuple(sorted(numbers)), change)
+        generation = self.current.generation + 1
+        joining = self._joining | dict.fromkeys(numbers - {*self.current.numbers}, generation)
+        self._joining = {rank: joining[rank] for rank in joining.keys() & numbers}
+        self.current = Members(generation, tuple(sorted(numbers)), change, self.store)
         self._formed = set()
         self._ready -= numbers

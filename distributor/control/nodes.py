@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -30,6 +31,10 @@ class Nodes:
 
     Attributes
     ----------
+    present : set of int
+        The nodes that the attempt has: without those that it goes on without, or that are joining.
+    stores : dict of int to Rendezvous
+        Where those that can serve a store listen.
     preparing : dict of int to str
         The hosts of nodes that make their environment ready, by node.
     hosts : dict of int to str
@@ -50,9 +55,13 @@ class Nodes:
 
     def __init__(self, count: int, num_ranks: int) -> None:
         self.count = count
+        self.present = set(range(count))
+        self.stores: dict[int, Rendezvous] = {}
         self._ranks_per_node = num_ranks // count
         self.preparing: dict[int, str] = {}
         self.hosts: dict[int, str] = {}
+        self._executors: dict[int, str] = {}
+        self._lost_at: dict[str, float] = {}
         self.first_up_at = 0.0
         self.linked: set[int] = set()
         self.started: set[int] = set()
@@ -69,10 +78,24 @@ class Nodes:
         self.preparing.pop(node, None)
         self.first_up_at = self.first_up_at or now
         self.hosts[node] = message.host
+        self._executors[node] = message.executor or f"node {node}"
         self.software[f"{message.host} (node {node})"] = message.software
         self.warnings.setdefault(message.host, []).extend(message.warnings)
         self.linked.add(node)
         self.working.add(node)
+
+    def lost_beside(self, node: int) -> float:
+        """Return when the last node of the same executor was lost."""
+        return self._lost_at.get(self._executors[node], -math.inf)
+
+    def leave(self, node: int, now: float) -> None:
+        """Go on without a node."""
+        self._lost_at[self._executors.get(node, "")] = now
+        for nodes in (self.present, self.linked, self.working, self.started, self.unresponsive):
+            nodes.discard(node)
+        self.stores.pop(node, None)
+        if self._first_lost == node:
+            self._first_lost = None
 
     def lose_link(self, node: int) -> None:
         self.linked.discard(node)
@@ -81,14 +104,25 @@ class Nodes:
             self._first_lost = node
 
     @property
+    def store(self) -> tuple[str, int] | None:
+        """The address of a store of a node whose ranks are at work; None if there is none."""
+        serving = self.stores.keys() & self.present & self.working
+        if not serving:
+            return None
+        # Rather not one whose executor has just lost another node.
+        node = min(serving, key=lambda each: (self._lost_at.get(self._executors[each], 0.0), each))
+        address = self.stores[node]
+        return address.host, address.port
+
+    @property
     def all_up(self) -> bool:
         """Whether all nodes have been up."""
-        return len(self.hosts) == self.count
+        return self.hosts.keys() >= self.present
 
     @property
     def all_done(self) -> bool:
         """Whether the ranks of all nodes have ended."""
-        return len(self.done) == self.count
+        return self.done >= self.present
 
     @property
     def lost(self) -> set[int]:
@@ -103,12 +137,12 @@ class Nodes:
     @property
     def unreported(self) -> list[int]:
         """The nodes that have never been up, as far as the driver knows."""
-        return sorted(set(range(self.count)) - self.hosts.keys())
+        return sorted(self.present - self.hosts.keys())
 
     @property
     def unlinked(self) -> list[int]:
         """The nodes that have no link now."""
-        return sorted(set(range(self.count)) - self.linked)
+        return sorted(self.present - self.linked)
 
     def describe(self, nodes: set[int]) -> str:
         """Return the ranks and hosts of nodes that have been up."""
@@ -131,6 +165,10 @@ class Nodes:
     def _describe(self, node: int) -> str:
         ranks = self.ranks_of(node)
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+    def node_of(self, rank: int) -> int:
+        """Return the node of a rank."""
+        return rank // self._ranks_per_node
 
     def ranks_of(self, node: int) -> range:
         """Return the ranks of a node."""
@@ -157,8 +195,6 @@ class RendezvousDecision:
 
     Attributes
     ----------
-    address : Rendezvous or None
-        The address of rank 0's store, once its node has reported it.
     decision : RunEvent or None
         `ALL_NODES_UP` if they agree through the hub; `NODES_UNLINKED` if some nodes have no link,
         so all go on without one.
@@ -168,7 +204,6 @@ class RendezvousDecision:
         self._nodes = nodes
         self._deadline = deadline
         self._reminder: Reminder | None = None
-        self.address: Rendezvous | None = None
         self.decision: RunEvent | None = None
 
     def decide(self, starts: NodeStarts, now: float) -> RunEvent | None:
@@ -179,13 +214,13 @@ class RendezvousDecision:
     @property
     def late_nodes(self) -> set[int]:
         """The nodes that can report that their ranks have started, and have not."""
-        expected = () if self.decision is RunEvent.NODES_UNLINKED else range(self._nodes.count)
-        return set(expected) - self._nodes.started
+        expected = set() if self.decision is RunEvent.NODES_UNLINKED else self._nodes.present
+        return expected - self._nodes.started
 
     def _decide(self, starts: NodeStarts, now: float) -> RunEvent | None:
         self._remind()
         nodes = self._nodes
-        if self.address and len(nodes.linked) == nodes.count:
+        if 0 in nodes.stores and not nodes.unlinked:
             return RunEvent.ALL_NODES_UP
         starts.poll()
         if not nodes.preparing and not nodes.hosts:
@@ -207,7 +242,7 @@ class RendezvousDecision:
         If Spark reports which nodes have none, all others must be up: none is waited for in vain.
         """
         if starts.reports_unlinked:
-            others = self._nodes.count - len(self._nodes.linked)
+            others = len(self._nodes.unlinked)
             return starts.all_unlinked or 0 < others <= starts.num_unlinked
         return now > self._nodes.first_up_at + LINK_SECONDS
 

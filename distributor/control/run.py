@@ -261,6 +261,11 @@ class Attempt:
         """The failure of the rank that caused the attempt's error, if a rank did."""
         return next(iter(self.raised.values()), None)
 
+    def note_end(self, ranks: Iterable[int], state: str) -> None:
+        """Note the end of ranks."""
+        self.progress.end(ranks, state)
+        self.run.events.add("ended", ranks=list(ranks), state=state)
+
     def announce(self) -> None:
         """Show the first message of the attempt: run id, program and log folder."""
         suffix = f", attempt {self.number}" if self.number else ""
@@ -273,11 +278,14 @@ class Attempt:
         """Whether there may be another attempt, now that ranks of this one have failed."""
         cause = next(iter(cause_first(self.failures).values()), None)
         is_preempted = is_preemption(None, cause, self.preempted, self.silent)
-        limits = self.settings.max_failures, self.settings.max_preemption_failures
-        failed = self.run.failed
-        counts = failed.all + 1, failed.num_preempted + is_preempted, is_preempted
-        is_last = limit_reached(*counts, *limits) is not None
+        is_last = self.limit_reached_by(is_preempted) is not None
         return not (is_last or self.run.graceful_shutdown.sigterm_received)
+
+    def limit_reached_by(self, is_preempted: bool) -> str | None:
+        """Return which limit one more failure would exceed, if it would."""
+        failed, settings = self.run.failed, self.settings
+        counts = failed.all + 1, failed.num_preempted + is_preempted, is_preempted
+        return limit_reached(*counts, settings.max_failures, settings.max_preemption_failures)
 
 
 def share_of(attempt: Attempt, num_nodes: int, secret: bytes) -> NodeShare:
@@ -455,10 +463,15 @@ class NodeStarts:
 
 @dataclass(frozen=True)
 class NodesLeaving:
-    """Hosts that the cluster is about to take a process from, and a sentence about it."""
+    """Hosts that the cluster is about to take a process from, and a sentence about it.
+
+    `executors` names these processes, and `nodes` has the nodes in them, if that is known.
+    """
 
     hosts: frozenset[str]
     text: str
+    executors: frozenset[str] = frozenset()
+    nodes: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -481,6 +494,10 @@ class Handle:
         Returns hosts, among these, that the cluster is about to take a process from, each once.
     further_ranks : callable
         Returns how many ranks more an attempt that begins now would have.
+    max_nodes : int
+        How many nodes the attempt may have, if ranks can join it.
+    replace : callable
+        Starts, if there is room, some of these nodes, whose ranks join; returns which.
     describe_unlinked : callable
         Returns a warning about a run without links, as the nodes in its argument have none.
     """
@@ -491,6 +508,8 @@ class Handle:
     starts: NodeStarts = field(default_factory=NodeStarts)
     leaving: Callable[[Collection[str]], NodesLeaving | None] = lambda hosts: None
     further_ranks: Callable[[], int] = lambda: 0
+    max_nodes: int = 0
+    replace: Callable[[Collection[int]], Collection[int]] = lambda nodes: ()
     describe_unlinked: Callable[[str], str] = lambda nodes: f"{nodes} did not reach this process."
 
 
@@ -522,6 +541,15 @@ class NodeEnded:
     node: int
     error: Exception | None = None
     explain: Callable[[BaseException, str], Exception] = _same
+
+
+@dataclass(frozen=True)
+class LossExplained:
+    """Controller to itself: why a node was lost without which the others go on."""
+
+    node: int
+    text: str
+    is_reclaimed: bool = False  # by the cluster manager
 
 
 @dataclass(frozen=True, kw_only=True)

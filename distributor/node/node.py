@@ -273,13 +273,13 @@ class Node:
         with provisions as prepared, contextlib.ExitStack() as until_end:
             self.fire(NodeEvent.ENVIRONMENT_READY)
             store_socket, own = None, None
-            if self.share.node_rank == 0:
+            if self.share.node_rank == 0 or self.share.goes_on:
                 store_socket = listen_for_ranks(self.share.address, self.share.rank_ports)
                 until_end.enter_context(store_socket)
                 own = messages.Rendezvous(self.share.address, store_socket.getsockname()[1])
             store = self.join(prepared, own)
             self.fire(NodeEvent.RENDEZVOUS_KNOWN)
-            if own is None:
+            if own != store:
                 check_reachable(store)
             env = {**prepared.interpreter.variables, **self.share.env}
             share = replace(self.share, master_addr=store.host, master_port=store.port, env=env)
@@ -337,7 +337,8 @@ class Node:
             If the versions of the nodes differ.
         """
         software, warnings = provisions.software, provisions.warnings
-        self.link.send(messages.NodeUp(self.share.host, software, warnings))
+        share = self.share
+        self.link.send(messages.NodeUp(share.host, software, warnings, share.executor))
         if own:
             self.link.send(own)
         try:
@@ -410,10 +411,9 @@ class Node:
                 self.link.send(messages.Stacks({}))
             case messages.Preempted():
                 self._notify_preemption(here=self.share.host in message.hosts)
-            case messages.MembersChanged() if self._agent:
-                self._agent.change_members(message.members)
-            case messages.ReplaceRank() if self._agent:
-                self._agent.replace(message.rank)
+            case messages.MembersChanged() | messages.ReplaceRank() | messages.EndRank():
+                if self._agent:
+                    self._agent.change(message)
             case messages.Release():
                 self._release()
 

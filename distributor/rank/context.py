@@ -124,17 +124,19 @@ def enter_worker(context: WorkerContext) -> None:
     _context = context
 
 
-def connect_store(prefix: str, **options: Any) -> Any:
+def connect_store(prefix: str, address: tuple[str, int] | None = None, **options: Any) -> Any:
     """Return a client of the run's store, whatever rendezvous the program has chosen.
 
-    It has its own connection, a prefix of its keys, and options of ``torch.distributed.TCPStore``.
+    It is the one at the address, by default that of the run's start, and has its own connection, a
+    prefix of its keys, and options of ``torch.distributed.TCPStore``.
     """
     import torch.distributed as dist
 
+    host, port = address or worker_context().rendezvous
     # Torch adds a new store to its table of Python objects without the interpreter's lock.
     with _connecting:
         client = dist.TCPStore(  # type: ignore[attr-defined]
-            *worker_context().rendezvous, is_master=False, wait_for_workers=False, **options
+            host, port, is_master=False, wait_for_workers=False, **options
         )
         store = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
         del client

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
 import weakref
@@ -33,10 +34,14 @@ from distributor.rank.messages import MemberState
 
 FORMING_SECONDS = 1.0
 """Seconds for a group to form; a member that is lost meanwhile costs that. Doubled each time."""
+NCCL_FORMING_SECONDS = 10.0
+"""The same with NCCL, which needs seconds to begin if the state is copied."""
 WAITING_SECONDS = 15.0
 """Seconds until a rank asks for other members, because it has waited in vain."""
-LIMIT_SECONDS = 1800.0
+LIMIT_SECONDS, NCCL_LIMIT_SECONDS = 1800.0, 600.0
 """Seconds that a collective of a group that has formed may take, as in torch."""
+REACH_SECONDS = 1.0
+"""Seconds for a connection to a store, whose host may be lost too."""
 POLL_SECONDS = 0.001
 NEWCOMER = -1
 """The steps of a rank that has not joined yet."""
@@ -48,19 +53,23 @@ formed, or the end of all members, so that none can join them."""
 
 
 class Members(NamedTuple):
-    """The members of a generation, by their numbers; their ranks are the positions here."""
+    """The members of a generation, by their numbers; their ranks are the positions here.
+
+    `store` is the address of the store through which they find each other.
+    """
 
     generation: int
     numbers: tuple[int, ...]
     change: Change = "loss"
+    store: tuple[str, int] = ("", 0)
 
     def to_line(self) -> bytes:
         return json.dumps(self).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> Members:
-        generation, numbers, change = json.loads(line)
-        return cls(generation, tuple(numbers), change)
+        generation, numbers, change, store = json.loads(line)
+        return cls(generation, tuple(numbers), change, tuple(store))
 
 
 class Model(Protocol):
@@ -102,8 +111,10 @@ class Membership:
         The number of ranks when the run began.
     send : callable
         Sends a record to the driver.
+    store : tuple of str and int
+        The address of the run's store when the run began, or this rank joins.
     connect : callable
-        Returns a new client of the run's store, for keys with a prefix.
+        Returns a new client of a store, for keys with a prefix, within a timeout.
     joins : bool, default False
         Whether this rank replaces a lost one.
 
@@ -122,7 +133,8 @@ class Membership:
         number: int,
         size: int,
         send: Callable[[Any], object],
-        connect: Callable[[str], Any],
+        store: tuple[str, int],
+        connect: Callable[..., Any],
         joins: bool = False,
     ) -> None:
         self.rank, self.size = number, size
@@ -136,13 +148,15 @@ class Membership:
         self._send = send
         self._connect = connect
         self._news = threading.Condition()
-        self._members = self._notice = Members(0, tuple(range(size)))
+        self._members = self._notice = Members(0, tuple(range(size)), store=store)
         self._has_failed = False
         self._waiting: dict[Any, Any] = {}  # futures, and what they are completed with
+        self._uses_nccl = False
+        self._works: list[Any] = []  # collectives of this step on a GPU
         self._begun = 0  # steps in this group
         self._growth_at: int | None = None
         self._published = 0  # the generation for which others know when this rank grows
-        self._store: Any = None
+        self._stores: dict[int, Any] = {}  # the latest, by the generation
         self._model: Model | None = None
         self._optimizer: weakref.ref[Any] | None = None
         self._has_formed = False  # in this step
@@ -162,7 +176,7 @@ class Membership:
                 return
             self._notice, self._growth_at = members, None
             if members.change == "growth" and not self.joins:
-                self._publish(members.generation)
+                self._publish(members)
             self._news.notify_all()
         if self.is_broken:
             if self._num_exchanges:
@@ -175,6 +189,11 @@ class Membership:
         newest = self._notice
         is_left = newest.generation > self.generation and newest.change == "loss"
         return self._has_failed or is_left
+
+    @property
+    def store(self) -> tuple[str, int]:
+        """The address of the store of the group that has formed last."""
+        return self._members.store
 
     def begin_exchange(self) -> None:
         """Note that this rank waits for all members outside of steps, and for lost ones in vain."""
@@ -268,7 +287,8 @@ class Membership:
         """Begin a collective; return a future that is also completed if a member is lost."""
         import torch
 
-        result: torch.futures.Future[Any] = torch.futures.Future()
+        devices = [tensor.device] if tensor.is_cuda else []
+        result: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         generation = self.generation
         with self._news:
             self._waiting[result] = tensor
@@ -284,7 +304,10 @@ class Membership:
 
         try:
             if not self.is_broken:
-                begin().get_future().add_done_callback(finish)
+                work = begin()
+                if devices:  # its future is complete at once: the GPU waits
+                    self._works.append(work)
+                work.get_future().add_done_callback(finish)
                 if not self.is_broken:
                     return result
         except RuntimeError:
@@ -310,6 +333,9 @@ class Membership:
     # Before and after each step of the optimizer
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.refusal is None:
+            self._await_works()
+        self._works.clear()  # they keep the group alive
         if self.refusal is not None or not self._accepts(optimizer, args, kwargs):
             return
         with self._news:
@@ -318,6 +344,19 @@ class Membership:
         if self.is_broken or self.joins or (is_new and self._is_growth_due()):
             self._form(optimizer)
             optimizer.zero_grad(set_to_none=True)
+
+    def _await_works(self) -> None:
+        """Wait for the collectives of this step on the GPU, unless a member is lost.
+
+        Nothing but this process ends those of NCCL that wait for a lost one.
+        """
+        began = time.monotonic()
+        for work in self._works:
+            while not self.is_broken and not work.is_completed():
+                waited = time.monotonic() - began
+                if waited > NCCL_LIMIT_SECONDS:
+                    self._has_failed = True
+                time.sleep(min(POLL_SECONDS, waited / 10))
 
     def after_step(self, *_: object) -> None:
         if self.refusal is None and not self._has_formed:
@@ -348,32 +387,47 @@ class Membership:
 
     # Members that join
 
-    def _publish(self, generation: int) -> None:
+    def _publish(self, members: Members) -> None:
         """Let the members know how many steps this one has begun: they grow at the next one."""
-        self._published = generation
-        self._store_of(generation).set(f"begun/{self._number}", str(self._begun))
+        with contextlib.suppress(RuntimeError):  # later, unless newer members follow
+            self._store_for(members, waits=False).set(f"begun/{self._number}", str(self._begun))
+            self._published = members.generation
 
     def _is_growth_due(self) -> bool:
         if self._growth_at is None:
-            with self._news:
-                if self._published < self._notice.generation:  # the notice came while it formed
-                    self._publish(self._notice.generation)
-            store, keys = self._store_of(self._notice.generation), self._members.numbers
-            names = [f"begun/{number}" for number in keys]
-            while not store.check(names):
-                if self.is_broken:
-                    return True
+            newest = self._notice
+            names = [f"begun/{number}" for number in self._members.numbers]
+            with contextlib.suppress(RuntimeError):
+                store = self._store_for(newest)
+                with self._news:
+                    if self._published < newest.generation:  # the notice came while it formed
+                        self._publish(newest)
+                while not store.check(names):
+                    if self.is_broken:
+                        return True
+                    time.sleep(POLL_SECONDS)
+                self._growth_at = 1 + max(int(store.get(name)) for name in names)
+        return self._growth_at is not None and self._begun >= self._growth_at
+
+    def _store_for(self, members: Members, waits: bool = True) -> Any:
+        """Return a store for short operations, by both threads: one of them must not wait for it.
+
+        Torch alone would wait for minutes for one that is lost, or is just being lost.
+        """
+        store, seconds = self._stores.get(members.generation), REACH_SECONDS
+        while store is None:
+            try:
+                socket.create_connection(members.store, REACH_SECONDS).close()
+                prefix = f"distributor/members/{members.generation}"
+                limit = timedelta(seconds=seconds)
+                store = self._connect(prefix, members.store, timeout=limit)
+            except (OSError, RuntimeError) as error:
+                if not waits or self._notice.generation > members.generation:
+                    raise RuntimeError("the store is lost") from error
+                seconds *= 2
                 time.sleep(POLL_SECONDS)
-            self._growth_at = 1 + max(int(store.get(name)) for name in names)
-        return self._begun >= self._growth_at
-
-    def _store_of(self, generation: int) -> Any:
-        """Return a store for short operations, by both threads."""
-        import torch.distributed as dist
-
-        if self._store is None:
-            self._store = self._connect("distributor/members")
-        return dist.PrefixStore(str(generation), self._store)  # type: ignore[attr-defined]
+        self._stores = {members.generation: store}
+        return store
 
     # A new group
 
@@ -382,23 +436,27 @@ class Membership:
         import torch.distributed as dist
 
         assert self._model is not None
-        seconds, before = FORMING_SECONDS, self.steps
+        if dist.is_initialized():
+            self._uses_nccl = "nccl" in dist.get_backend_config()
+        seconds, before = NCCL_FORMING_SECONDS if self._uses_nccl else FORMING_SECONDS, self.steps
         if self.joins:
             self._send(MemberState("ready"))
         while True:
             self._model.leave()  # first: it holds its group
-            _leave_group()
+            _leave_group(self._uses_nccl)
             members = self._await_members()
             self.rank, self.size = members.numbers.index(self._number), len(members.numbers)
             if not self._have_come(members):
                 continue
             try:
+                limit = timedelta(seconds=seconds)
+                group = f"distributor/group/{self.generation}"
                 dist.init_process_group(
-                    "gloo",
-                    store=self._connect(f"distributor/group/{members.generation}"),
+                    "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo",
+                    store=self._connect(group, members.store, timeout=limit),
                     rank=self.rank,
                     world_size=self.size,
-                    timeout=timedelta(seconds=seconds),
+                    timeout=limit,
                 )
                 self._catch_up(optimizer)
                 limit_group(LIMIT_SECONDS)
@@ -438,18 +496,19 @@ class Membership:
 
     def _have_come(self, members: Members) -> bool:
         """Wait until all members form this group; return False if there are newer members."""
-        store = self._store_of(members.generation)
-        store.set(f"here/{self._number}", "")
         names = [f"here/{number}" for number in members.numbers]
         due = time.monotonic() + WAITING_SECONDS
-        while not store.check(names):
-            if self._notice.generation > members.generation:
-                return False
-            if time.monotonic() > due:
-                due += WAITING_SECONDS
-                self._send(MemberState("unformed", generation=members.generation))
-            time.sleep(POLL_SECONDS)
-        return True
+        with contextlib.suppress(RuntimeError):  # the store is lost: newer members follow
+            store = self._store_for(members)
+            store.set(f"here/{self._number}", "")
+            while self._notice.generation <= members.generation:
+                if store.check(names):
+                    return True
+                if time.monotonic() > due:
+                    due += WAITING_SECONDS
+                    self._send(MemberState("unformed", generation=members.generation))
+                time.sleep(POLL_SECONDS)
+        return False
 
     def _catch_up(self, optimizer: Any) -> None:
         """Copy what this member lacks from one that has completed most steps."""
@@ -506,7 +565,7 @@ class Membership:
         return [follower for follower in known if follower is not None]
 
 
-def _leave_group() -> None:
+def _leave_group(aborts: bool) -> None:
     """Destroy the default process group, if there is one, without waiting for its collectives."""
     import torch.distributed as dist
 
@@ -515,6 +574,8 @@ def _leave_group() -> None:
     # The destructor of a group waits for its collectives. They may wait for another survivor, whose
     # own collectives wait for this one.
     groups = process_groups(dist.distributed_c10d)
+    if aborts and dist.group.WORLD is not None:
+        dist.group.WORLD.abort()  # or NCCL's kernels would wait for ever
     dist.destroy_process_group()
     threading.Thread(target=groups.clear, name="left-group", daemon=True).start()
 
@@ -542,7 +603,7 @@ def _copy_optimizer(optimizer: Any, source: int, is_source: bool, whole: bool) -
     box: list[Any] = [None]
     if is_source:
         plain = {
-            (number, name): (value.shape, value.dtype) if torch.is_tensor(value) else value
+            (number, name): _form_of(value) if torch.is_tensor(value) else value
             for number, values in found["state"].items()
             for name, value in values.items()
         }
@@ -553,10 +614,15 @@ def _copy_optimizer(optimizer: Any, source: int, is_source: bool, whole: bool) -
     state: dict[int, dict[str, Any]] = {}
     for (number, name), value in plain.items():
         if (number, name) in kinds:
-            shape, dtype = value
-            value = found["state"][number][name] if is_source else torch.empty(shape, dtype=dtype)
+            shape, dtype, device = value
+            empty = torch.empty(shape, dtype=dtype, device=device)
+            value = found["state"][number][name] if is_source else empty
             _broadcast(value, source)
         state.setdefault(number, {})[name] = value
     if not is_source:
         own = groups if whole else found["param_groups"]
         optimizer.load_state_dict({"state": state, "param_groups": own})
+
+
+def _form_of(tensor: Any) -> tuple[Any, Any, str]:
+    return tensor.shape, tensor.dtype, tensor.device.type

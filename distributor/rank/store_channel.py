@@ -48,7 +48,9 @@ class StoreChannel:
         """Return this rank's channel, with a connection of its own and a limit for each answer."""
         members = worker_context().membership
         prefix = f"/{members.generation}" if members is not None else ""
-        store = connect_store(f"distributor/train{prefix}", timeout=timedelta(seconds=timeout))
+        address = members.store if members is not None else None
+        limit = timedelta(seconds=timeout)
+        store = connect_store(f"distributor/train{prefix}", address, timeout=limit)
         # The function of `ray_launch` is a rank without these variables.
         rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         return cls(int(rank), int(size), store)

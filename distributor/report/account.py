@@ -233,6 +233,11 @@ class Account:
         )
 
     def _on_started(self, event: Mapping[str, Any]) -> None:
+        if self.attempts:  # further ranks may have joined it
+            attempt, most = self.attempts[-1], 1 + max(event["ranks"], default=-1)
+            attempt["ranks"] = max(attempt["ranks"], most)
+            for number in range(len(self.ranks), most):
+                self.ranks[number] = RankAccount(until=event["at"])
         for rank in self._known(event["ranks"]):
             rank.host, rank.state = event["host"], "running"
 

@@ -116,7 +116,7 @@ def _is_idle(window: Window) -> bool:
 
 
 def _verdict_of_stall(account: Account, stacks: Mapping[str, str], seconds: float) -> Verdict:
-    missing = _not_in_collective(stacks)
+    missing = not_in_collective(stacks)
     why = f"No rank has done anything for {duration(seconds)}."
     if not stacks or len(missing) == len(stacks) > 1 or not missing:
         return Verdict(
@@ -146,7 +146,7 @@ def _host(account: Account, ranks: Sequence[int]) -> str:
     return f" on {hosts.pop()}" if len(hosts) == 1 else ""
 
 
-def _not_in_collective(stacks: Mapping[str, str]) -> list[int]:
+def not_in_collective(stacks: Mapping[str, str]) -> list[int]:
     """Return the ranks that have not entered the collective in which the others wait."""
     numbers = {rank: collective_number(stack) for rank, stack in stacks.items()}
     if None not in numbers.values() and len(set(numbers.values())) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -73,10 +73,14 @@ class RunProgress:
         states = dict.fromkeys(range(self.num_ranks), "starting")
         return states | dict.fromkeys(self.hosts, "running") | self._ended
 
-    def start(self, ranks: Iterable[int], host: str) -> None:
-        """Record that ranks have started. The time starts with the last of them."""
+    def start(self, ranks: Collection[int], host: str) -> None:
+        """Record that ranks have started, or join. The time starts with the last of the start."""
+        has_begun = self.all_started
         self.hosts.update(dict.fromkeys(ranks, host))
-        if self.all_started:
+        self.num_ranks = max(self.num_ranks, len(self.hosts))  # some may have joined the others
+        for rank in ranks:
+            self._ended.pop(rank, None)
+        if self.all_started and not has_begun:
             self._began = self._clock()
 
     def replace(self, rank: int) -> None:

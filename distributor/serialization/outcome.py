@@ -23,7 +23,14 @@ from distributor.core.resources import (
     lacks_room,
 )
 from distributor.core.text import listed
-from distributor.errors import OtherRankFailed, RemoteError, RemoteTraceback, WorkerDied
+from distributor.errors import (
+    DistributorError,
+    NodeLost,
+    OtherRankFailed,
+    RemoteError,
+    RemoteTraceback,
+    WorkerDied,
+)
 from distributor.serialization import oob_pickle, pickling
 
 PART_BYTES = 1024 * 1024
@@ -183,6 +190,17 @@ def death(origin: Origin, returncode: int, tail: str = "") -> Failure:
         text=f"{how}\n{output}{hint}",
         pickled=pickle.dumps(error),
         kind=f"WorkerDied: {how}",
+    )
+
+
+def loss(origin: Origin, cause: str, error: type[DistributorError] = NodeLost) -> Failure:
+    """Describe a rank that was lost with its node, or was ended, by a sentence about that."""
+    return Failure(
+        origin=origin,
+        summary=f"{error.__name__}: {cause}",
+        text=cause,
+        pickled=pickle.dumps(error(f"{origin}: {cause}")),
+        kind=error.__name__,
     )
 
 

@@ -47,7 +47,11 @@ def explain(error: BaseException, num_tasks: int, first_lost: str = "") -> Distr
     for pattern, kind, template in _MEANINGS:
         if found := re.search(pattern, text, re.DOTALL):
             message = template.format(found[0], *found.groups(""), where=where).strip()
-            return _node_lost(message, where) if kind is NodeLost else kind(message)
+            if kind is not NodeLost:
+                return kind(message)
+            if times := re.search(spark_texts.FAILED_TASK, text):
+                message = f"a task failed {times[1]} times (spark.task.maxFailures): {message}"
+            return _node_lost(message, where)
     return DistributorError(
         f"Spark ended the job of {counted(num_tasks, 'task')} before any rank reported a failure"
         f"{on_host}:\n{text[:4000]}"

@@ -48,11 +48,15 @@ class NodeWarning(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeUp:
-    """Node to driver: this node's agent runs on this host, with these software versions."""
+    """Node to driver: this node's agent runs on this host, with these software versions.
+
+    `executor` is the process that it is lost with, if that has other nodes too.
+    """
 
     host: str
     software: Mapping[str, str]
     warnings: tuple[NodeWarning, ...] = ()
+    executor: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,9 +148,21 @@ class MembersChanged:
 
 @dataclass(frozen=True)
 class ReplaceRank:
-    """Driver to node: start a process that takes the place of a lost rank."""
+    """Driver to node: start a process that takes the place of a lost rank.
+
+    The members without it come along, because the start may take longer than the others wait.
+    """
 
     rank: int
+    members: Members
+
+
+@dataclass(frozen=True)
+class EndRank:
+    """Driver to node: kill a rank that hangs, for which the others wait; it has failed."""
+
+    rank: int
+    cause: str
 
 
 @dataclass(frozen=True)
@@ -220,14 +236,14 @@ class MemberUp:
 class Assignment:
     """Driver to tasks of a gang: be nodes of an attempt.
 
-    `spec` is a pickled `TaskSpec`, `executors` has those of all nodes, and `places` the position
-    of each task among them, by the number of its link.
+    `spec` is a pickled `TaskSpec`, `executors` has those of all nodes, and `nodes` the node that
+    each task is to be, by the number of its link.
     """
 
     serial: int
     spec: bytes
-    executors: tuple[str, ...]
-    places: Mapping[int, int]
+    executors: Mapping[int, str]
+    nodes: Mapping[int, int]
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,9 @@ def test_slots_and_executors_are_counted(context: Any) -> None:
     what = "the scheduler backend's isExecutorActive"
     with relies_on("pyspark", what, "pyspark.inactive_executors"):
         assert private.inactive_executors(context, [*ids, "no such one"]) == ["no such one"]
+    what = "the task scheduler's getExecutorDecommissionState"
+    with relies_on("pyspark", what, "pyspark.decommissioned_executors"):
+        assert private.decommissioned_executors(context, [*ids, "no such one"]) == []
 
 
 def test_a_job_is_found_by_its_tag_and_its_failed_task_is_explained(context: Any) -> None:

@@ -30,36 +30,36 @@ def failure(rank: int, step: int | None = None, collateral: bool = False) -> Fai
 def test_only_the_loss_of_a_rank_that_all_are_prepared_for_is_survived() -> None:
     members = Membership(2)
     members.note(0, MemberState("able"))
-    assert members.reason_to_restart(failure(1)) == "rank 1 has not completed a step yet"
+    assert members.reason_to_restart([failure(1)]) == "rank 1 has not completed a step yet"
     members.note(1, MemberState("able"))
-    assert members.reason_to_restart(failure(1)) is None
-    assert "collective" in str(members.reason_to_restart(failure(1, collateral=True)))
-    assert members.reason_to_restart(failure(1, step=3)) is None
-    assert members.reason_to_restart(failure(1, step=4)) is None
-    assert "same step" in str(members.reason_to_restart(failure(0, step=3)))
+    assert members.reason_to_restart([failure(1)]) is None
+    assert "collective" in str(members.reason_to_restart([failure(1, collateral=True)]))
+    assert members.reason_to_restart([failure(1, step=3)]) is None
+    assert members.reason_to_restart([failure(1, step=4)]) is None
+    assert "same step" in str(members.reason_to_restart([failure(0, step=3)]))
     members.note(0, MemberState("unable", "there are two optimizers"))
     members.note(1, MemberState("unable", "another"))
-    assert members.reason_to_restart(failure(1)) == "there are two optimizers"
-    assert able(1).reason_to_restart(failure(0)) == "no other rank is left"
+    assert members.reason_to_restart([failure(1)]) == "there are two optimizers"
+    assert able(1).reason_to_restart([failure(0)]) == "no other rank is left"
 
 
 def test_a_lost_rank_leaves_and_another_joins_with_its_number() -> None:
     members, lost = able(), failure(1)
-    assert members.lose(lost) == Members(1, (0, 2))
+    assert members.lose([lost]) == Members(1, (0, 2))
     assert members.pending == [lost]
-    assert members.lose(failure(1)) == Members(1, (0, 2)), "the replacement had not joined"
+    assert members.lose([failure(1)]) == Members(1, (0, 2)), "the replacement had not joined"
     for rank in (0, 2):
         assert members.pending == [lost], "until all have formed the group"
         members.note(rank, MemberState("formed", generation=1))
     assert members.pending == []
     assert members.numbers == [0, 2]
     assert members.note(1, MemberState("ready")) == Members(2, (0, 1, 2), "growth")
-    assert members.reason_to_restart(failure(0)) is None, "a new one is able when it joins"
+    assert members.reason_to_restart([failure(0)]) is None, "a new one is able when it joins"
 
 
 def test_a_group_that_does_not_form_has_a_successor() -> None:
     members = able()
-    members.lose(failure(2))
+    members.lose([failure(2)])
     assert members.note(0, MemberState("unformed", generation=1)) == Members(2, (0, 1))
     assert members.note(1, MemberState("unformed", generation=1)) is None, "an old one"
     assert members.note(0, MemberState("formed", generation=1)) is None
@@ -69,19 +69,19 @@ def test_a_group_that_does_not_form_has_a_successor() -> None:
 
 def test_a_rank_that_joins_has_nothing_to_go_on_with() -> None:
     members = able(2)
-    members.lose(failure(0))
+    members.lose([failure(0)])
     members.note(1, MemberState("formed", generation=1))
     members.note(0, MemberState("ready"))
-    assert members.reason_to_restart(failure(1)) == "no other rank is left"
+    assert members.reason_to_restart([failure(1)]) == "no other rank is left"
     for rank in (0, 1):
         members.note(rank, MemberState("formed", generation=2))
-    assert members.reason_to_restart(failure(1)) is None
+    assert members.reason_to_restart([failure(1)]) is None
 
 
 def test_members_that_have_finished_are_not_waited_for() -> None:
     members = able()
     members.note(0, MemberState("finished"))
-    assert members.lose(failure(1)) == Members(1, (2,))
+    assert members.lose([failure(1)]) == Members(1, (2,))
     assert members.numbers == [0, 2], "rank 0 returns the value"
     assert members.note(2, MemberState("finished")) == Members(2, (0, 2), "end")
     assert members.note(1, MemberState("ready")) is None, "it comes too late"
@@ -94,18 +94,18 @@ def test_members_that_have_finished_are_not_waited_for() -> None:
     assert members.note(3, MemberState("ready")) == Members(2, (1, 2, 3), "growth")
 
     members = able()
-    assert members.lose(failure(2)) == Members(1, (0, 1))
+    assert members.lose([failure(2)]) == Members(1, (0, 1))
     assert members.note(0, MemberState("finished")) == Members(2, (1,)), "they form no group"
 
     members = able(2)
     members.note(0, MemberState("finished"))
-    assert members.reason_to_restart(failure(1)) is None
-    assert members.lose(failure(1)) == Members(1, (0,), "end")
+    assert members.reason_to_restart([failure(1)]) is None
+    assert members.lose([failure(1)]) == Members(1, (0,), "end")
 
 
 def test_a_run_ends_although_a_rank_is_about_to_join() -> None:
     members = able()
-    members.lose(failure(2))
+    members.lose([failure(2)])
     for rank in (0, 1):
         members.note(rank, MemberState("formed", generation=1))
     assert members.note(2, MemberState("ready")) == Members(2, (0, 1, 2), "growth")
@@ -116,7 +116,7 @@ def test_a_run_ends_although_a_rank_is_about_to_join() -> None:
 def test_reports_of_a_group_that_has_formed_may_be_late() -> None:
     """Each rank's reports are in their order, but not those of several ranks."""
     members = able()
-    members.lose(failure(2))
+    members.lose([failure(2)])
     for rank in (0, 1):
         members.note(rank, MemberState("formed", generation=1))
     members.note(2, MemberState("ready"))
@@ -126,3 +126,32 @@ def test_reports_of_a_group_that_has_formed_may_be_late() -> None:
     members.note(2, MemberState("formed", generation=2))
     assert members.note(2, MemberState("finished")) == Members(3, (0, 1, 2), "end")
     assert members.has_formed, "no group is waited for"
+
+
+def test_a_rank_that_has_joined_has_the_state_although_others_have_been_lost_since() -> None:
+    members = able()
+    members.lose([failure(0)])
+    for rank in (1, 2):
+        members.note(rank, MemberState("formed", generation=1))
+    members.note(0, MemberState("ready"))
+    assert members.lose([failure(1)]) == Members(3, (0, 2))
+    assert members.reason_to_restart([failure(2)]) == "no other rank is left"
+    members.note(0, MemberState("formed", generation=2))
+    assert members.reason_to_restart([failure(2)]) is None
+
+
+def test_ranks_that_are_lost_together_leave_together() -> None:
+    members = Membership(4, least=2)
+    for rank in range(4):
+        members.note(rank, MemberState("able"))
+    assert "at least 2 ranks" in str(members.reason_to_restart([*map(failure, range(3))]))
+    lost = [failure(0), failure(1)]
+    assert members.reason_to_restart(lost) is None
+    members.store = "host", 1
+    assert members.lose(lost) == Members(1, (2, 3), store=("host", 1))
+    assert members.note(4, MemberState("ready")) is None, "until the others have formed a group"
+    members.note(2, MemberState("formed", generation=1))
+    grown = members.note(3, MemberState("formed", generation=1))
+    assert grown == Members(2, (2, 3, 4), "growth", ("host", 1)), "a rank that is new has joined"
+    members.note(2, MemberState("finished"))
+    assert "its value" in str(members.reason_to_restart([failure(2), failure(3)]))

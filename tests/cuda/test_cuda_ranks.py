@@ -156,3 +156,45 @@ def index_beyond_the_end() -> str:
 def test_a_kernel_that_fails_after_the_last_statement_fails_the_run() -> None:
     with pytest.raises(Exception, match="device-side assert"):
         shared(1).run(index_beyond_the_end)
+
+
+def train_and_lose_rank_1(backend: str) -> list[Any]:
+    """Train until rank 1 has been killed and replaced."""
+    import torch
+    import torch.distributed as dist
+
+    from distributor.train.torch import State, prepare_model
+
+    dist.init_process_group(backend)
+    device = torch.device(device_type(), int(os.environ["LOCAL_RANK"]) if backend == "nccl" else 0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    layers = torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 1)
+    model = prepare_model(torch.nn.Sequential(*layers).to(device), move_to_device=False)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    state, own_steps = State(steps=0, sizes=[]), 0
+    while len(state.sizes) < 3:
+        optimizer.zero_grad()
+        model(torch.rand(8, 64, device=device)).square().mean().backward()
+        if os.environ["RANK"] == "1" and own_steps == state.steps == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        own_steps += 1
+        state.steps += 1
+        if state.sizes[-1:] != [dist.get_world_size()]:
+            state.sizes = [*state.sizes, dist.get_world_size()]
+    weights = [parameter.tolist() for parameter in model.parameters()]
+    return [state.sizes, state.steps, os.environ["TORCHELASTIC_RESTART_COUNT"], weights]
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=only_on_gpu)])
+def test_a_rank_that_is_lost_in_training_is_replaced(backend: str) -> None:
+    import torch
+
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: NCCL allows one rank for each")
+    settings: dict[str, Any] = {"recovery": "in_place", "max_failures": 1, "timeout": 120}
+    runner = TorchDistributor(2, local_mode=True, use_gpu=backend == "nccl", **settings)
+    one, other = runner.run_all(train_and_lose_rank_1, backend)
+    assert (one[0], one[2]) == ([2, 1, 2], "0")
+    assert one == other

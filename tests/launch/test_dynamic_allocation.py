@@ -143,6 +143,61 @@ facts["error"] = error_of(ranks(2).run, reduce, True)
     assert "executor" in message
 
 
+@pytest.mark.slow
+def test_ranks_join_and_leave_while_the_others_train(run_driver: RunDriver, tmp_path: Path) -> None:
+    """The third executor is busy at first; later, the first one is decommissioned."""
+    lines = f"""
+folder = {str(tmp_path)!r}
+
+def train(folder):
+    import torch
+    import torch.distributed as dist
+    from distributor.train.torch import State, prepare_model
+    model = prepare_model(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    number, state = os.environ["RANK"], State(sizes=[], steps=0)
+    with open(os.path.join(folder, number), "w") as file:
+        file.write(str(os.getpid()))
+    while len(state.sizes) < 4:
+        optimizer.zero_grad()
+        model(torch.ones(2, 1)).sum().backward()
+        optimizer.step()
+        state.steps += 1
+        if state.sizes[-1:] != [dist.get_world_size()]:
+            state.sizes = [*state.sizes, dist.get_world_size()]
+            if len(state.sizes) == 2 and dist.get_rank() == 0:
+                open(os.path.join(folder, "grown"), "w").close()
+        time.sleep(0.01)
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    return [state.sizes, state.steps, attempt, model.module.weight.item()], os.getpid()
+
+def decommission():
+    import psutil, signal
+    until(lambda: os.path.exists(os.path.join(folder, "grown")))
+    parents = psutil.Process(int(open(os.path.join(folder, "0")).read())).parents()
+    executor = next(each for each in parents if "CoarseGrainedExecutor" in " ".join(each.cmdline()))
+    executor.send_signal(signal.SIGPWR)
+    facts["left"] = True
+
+def occupy(rows):
+    time.sleep(30)
+    yield from rows
+
+busy = threading.Thread(target=spark.range(1).repartition(1).rdd.mapPartitions(occupy).count)
+busy.start()
+until(lambda: executors() == 1)
+threading.Thread(target=decommission).start()
+values = ranks((2, 3), recovery="in_place", max_failures=1).run_all(train, folder)
+facts["same"] = all(value[0] == values[0][0] for value in values)
+facts["value"], facts["ranks"] = values[0][0], len(values)
+"""
+    found = facts_of(run_driver, lines, DYNAMIC | {"spark.decommission.enabled": "true"})
+    sizes, steps, attempt, _ = found.pop("value")
+    assert (sizes, attempt) == ([2, 3, 2, 3], "0")
+    assert steps > 100
+    assert found == {"left": True, "same": True, "ranks": 3}
+
+
 def test_what_cannot_run_is_refused(run_driver: RunDriver) -> None:
     lines = """
 facts["barrier"] = error_of(ranks, 2, barrier=True)

@@ -196,7 +196,9 @@ class Tasks:
 
     def assign(self, numbers: list[int]) -> None:
         members = [each for each in self.gang.members if each.number in numbers]
-        self.gang.assign(members, "what to do", self.posted.append)  # type: ignore[arg-type]
+        executors = {node: member.executor for node, member in enumerate(members)}
+        spec: Any = "what to do"
+        self.gang.assign(dict(enumerate(members)), executors, spec, self.posted.append)
 
     def await_message(self, task: int, kind: type) -> Any:
         until(lambda: any(isinstance(m, kind) for m in self.received[task]), f"{kind}", SOON)
@@ -208,7 +210,7 @@ def tasks() -> Iterator[Tasks]:
     with Hub("127.0.0.1", SECRET) as hub:
         tasks = Tasks(hub)
         with tasks.gang as gang:
-            gang._require_jobs(2, None)
+            gang.require_jobs(2)
             yield tasks
 
 
@@ -220,7 +222,7 @@ def test_a_second_task_for_a_partition_waits_until_the_first_has_gone(tasks: Tas
     assert tasks.gather() == [10, 12]
 
     tasks.assign([10, 12])
-    assert tasks.await_message(12, Assignment).places == {10: 0, 12: 1}
+    assert tasks.await_message(12, Assignment).nodes == {10: 0, 12: 1}
     tasks.go(10)
     until(lambda: len(tasks.posted) == 1, "the loss is reported", SOON)
     assert isinstance(tasks.posted[0], NodeEnded)
@@ -236,16 +238,16 @@ def test_tasks_that_leave_are_replaced_by_a_further_job(tasks: Tasks) -> None:
     assert tasks.gather() == [10, 12]
     tasks.gang.leave(["2"])
     tasks.await_message(12, Dismissal)
-    tasks.gang._require_jobs(2, None)
+    tasks.gang.require_jobs(2)
     assert tasks.sizes == [2, 1]
     tasks.come(13, 0, "host:3")
     assert tasks.gather() == [10, 13]
     tasks.jobs[0].failure = ""  # the task lives, or has ended: Spark does not start it again
     tasks.go(10)
     tasks.await_members(13)
-    until(lambda: tasks.gang._require_jobs(2, None) or len(tasks.jobs) == 3, "a third job", SOON)
+    until(lambda: tasks.gang.require_jobs(2) or len(tasks.jobs) == 3, "a third job", SOON)
     tasks.jobs[1].on_end([])  # its task has lost its link
-    tasks.gang._require_jobs(2, None)
+    tasks.gang.require_jobs(2)
     assert tasks.sizes == [2, 1, 1, 1]
 
 

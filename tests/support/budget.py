@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 29_952,
-    "modules in distributor/": 199,
-    "lines in tests/": 32_331,
+    "lines of code in distributor/": 30_468,
+    "modules in distributor/": 200,
+    "lines in tests/": 32_615,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

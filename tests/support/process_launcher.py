@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class ProcessLauncher(Launcher):
     """Runs each node in a process of its own; `processes` has those of the latest attempt."""
 
     ranks_per_node: int = 1
+    replaces: bool = True
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def capacity(self, run: Run, silent: Collection[str]) -> int:
@@ -51,17 +53,25 @@ class ProcessLauncher(Launcher):
         share = share_of(attempt, num_nodes, rank_secret(secret))
         with Hub(LOOPBACK, secret) as hub:
             threads = []
-            for number in range(num_nodes):
-                own = replace(share, node_rank=number, host=f"host{number}", address=LOOPBACK)
-                order = Order(own, attempt.spec.program, (LOOPBACK, hub.port), secret)
-                process = self.processes[number] = _start(order)
-                threads.append(threading.Thread(target=_await_end, args=(number, process, hub)))
-                threads[-1].start()
+
+            def start(numbers: Collection[int], **options: Any) -> Collection[int]:
+                for number in numbers:
+                    own = replace(share, node_rank=number, host=f"host{number}", address=LOOPBACK)
+                    order = Order(
+                        replace(own, **options), attempt.spec.program, (LOOPBACK, hub.port), secret
+                    )
+                    process = self.processes[number] = _start(order)
+                    threads.append(threading.Thread(target=_await_end, args=(number, process, hub)))
+                    threads[-1].start()
+                return numbers
+
+            start(range(num_nodes))
             try:
                 yield Handle(
                     links=hub,
                     num_nodes=num_nodes,
                     cancel=self._kill,
+                    replace=partial(start, joins=True) if self.replaces else lambda nodes: (),
                 )
             finally:
                 for thread in threads:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import StepLR
@@ -28,6 +28,8 @@ from distributor.train import Checkpoint, report
 from distributor.train.torch import State, prepare_data_loader, prepare_model
 
 BATCH, ROWS = 12, 240
+SETTLING = 10
+"""Steps after which the driver knows of ranks that have joined."""
 PAUSE = 0.002
 """Seconds of a step, so that the survivors leave the cores to a process that starts."""
 
@@ -44,8 +46,10 @@ class Fault:
         When it is: "forward" or "step" (the optimizer's).
     delay : float or None
         Seconds from then until another thread kills the process; None kills it at once.
-    raises : bool
-        Whether the program raises an exception instead.
+    raises, hangs : bool
+        Whether the program raises an exception instead, or does nothing any more.
+    above : str
+        A part of the command line of a process above the rank, which is killed instead of it.
     """
 
     number: int
@@ -53,20 +57,31 @@ class Fault:
     moment: str = "forward"
     delay: float | None = None
     raises: bool = False
+    hangs: bool = False
+    above: str = ""
+
+    def marker(self, folder: Path) -> Path:
+        """Return the file that shows that it has happened."""
+        return folder / f"fault.{self.number}.{self.step}"
 
     def inject(self, moment: str, folder: Path) -> None:
         """End this rank, once, if it is the moment."""
-        marker = folder / f"fault.{self.number}.{self.step}"
-        if moment != self.moment or marker.exists():
+        if moment != self.moment or self.marker(folder).exists():
             return
-        marker.write_text(str(os.getpid()))
+        self.marker(folder).write_text(str(os.getpid()))
         if self.raises:
             raise ValueError("on purpose")
+        if self.hangs:
+            time.sleep(1000)
+        victim = psutil.Process()
+        if self.above:
+            lines = {each: " ".join(each.cmdline()) for each in victim.parents()}
+            victim = next(each for each, line in lines.items() if self.above in line)
         if self.delay is None:
-            os.kill(os.getpid(), signal.SIGKILL)
+            victim.kill()
+            time.sleep(1)  # in which this process ends too
         else:
-            kill = os.kill, (os.getpid(), signal.SIGKILL)
-            threading.Timer(self.delay, *kill).start()
+            threading.Timer(self.delay, victim.kill).start()
 
 
 class Record(NamedTuple):
@@ -117,8 +132,9 @@ def train_on(
     epochs: int = 2,
     size: int = 0,
     saved: Path | None = None,
+    keep_global_batch: bool = False,
 ) -> dict[str, Any]:
-    """Train for some epochs, and until there are as many ranks again.
+    """Train for some epochs, and until there are as many ranks again; faults wait for these too.
 
     With a folder `saved`, report each epoch, with a checkpoint in which rank 0 writes a file.
     """
@@ -127,10 +143,11 @@ def train_on(
     logs.mkdir(exist_ok=True)
     module, optimizer, scheduler = parts()
     model = prepare_model(module)
-    loader = prepare_data_loader(DataLoader(rows(), batch_size=BATCH, shuffle=True))
+    own = DataLoader(rows(), batch_size=BATCH, shuffle=True)
+    loader = prepare_data_loader(own, keep_global_batch=keep_global_batch)
     state = State(epoch=0, step=0)
-    here = [fault for fault in faults if fault.number == number]
     now: dict[str, Any] = {}
+    settled = 0  # steps since there are as many ranks
 
     def note(*_: object) -> None:
         buffers = [buffer.tolist() for buffer in module.buffers()]
@@ -146,7 +163,12 @@ def train_on(
                 now.update(at=time.monotonic(), pid=os.getpid(), number=number, step=step)
                 now.update(rank=dist.get_rank(), size=dist.get_world_size(), epoch=state.epoch)
                 log.write(json.dumps(Record(**now, rows=numbers.tolist())) + "\n")
-                due = [fault for fault in here if fault.step == step]
+                settled = settled + 1 if dist.get_world_size() >= size else 0
+                is_settled = size == 0 or settled > SETTLING
+                left = [fault for fault in faults if not fault.marker(folder).exists()]
+                at = min([step, *(fault.step for fault in left)])  # of which is the next turn
+                due = [each for each in left if each.number == number and each.step == at]
+                due = due if is_settled else []
                 for fault in due:
                     fault.inject("forward", folder)
                 loss.backward()

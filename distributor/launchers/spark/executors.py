@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from distributor._compat import pyspark as private
@@ -63,7 +64,11 @@ class Executors:
         hosts = private.executor_hosts(self.session.spark.sparkContext)
         return set(hosts) - {self.session.conf("spark.driver.host")}
 
-    def leaving(self, hosts: Container[str] | None) -> dict[str, str]:
+    def leaving(
+        self,
+        hosts: Container[str] | None,
+        find: Callable[..., list[str]] = private.inactive_executors,
+    ) -> dict[str, str]:
         """Return the executors that Spark is about to end, and their hosts (none by Connect)."""
         if self.session.is_connect or self.session.is_local_master:
             return {}
@@ -75,8 +80,7 @@ class Executors:
                 if not host_of.get(executor):
                     host_of[executor] = private.executor_host(context, executor)
             on_hosts = [each for each in ids if hosts is None or host_of[each] in hosts]
-            inactive = private.inactive_executors(context, on_hosts)
-            return {each: host_of[each] for each in inactive}
+            return {each: host_of[each] for each in find(context, on_hosts)}
         except Exception as error:
             if end_of(self.session.spark) is None:  # otherwise the end of the job shows why
                 warn_once(
@@ -257,8 +261,8 @@ class DecommissioningWatch:
     """
 
     def __init__(self, executors: Executors, attempt: int) -> None:
-        self._executors = executors
-        self._known = set(executors.leaving(None)) if attempt else set()
+        self._leaving = partial(executors.leaving, find=private.decommissioned_executors)
+        self._known = set(self._leaving(None)) if attempt else set()
         self._poll_at = 0.0
 
     def poll(self, hosts: Collection[str]) -> NodesLeaving | None:
@@ -267,10 +271,10 @@ class DecommissioningWatch:
         if now <= self._poll_at:
             return None
         self._poll_at = now + POLL_SECONDS
-        leaving = self._executors.leaving(hosts)
+        leaving = self._leaving(hosts)
         new = {each: leaving[each] for each in leaving.keys() - self._known}
         self._known |= new.keys()
         if not new:
             return None
         text = f"Spark is about to end {listed('executor', sorted(new))}: the ranks are notified."
-        return NodesLeaving(frozenset(new.values()), text)
+        return NodesLeaving(frozenset(new.values()), text, frozenset(new))

@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from distributor.control.waiting import Cancellation, Reminder
 from distributor.core.text import counted
 from distributor.errors import NodeLost, StartTimeout
 from distributor.launchers.spark.task.task_data import TaskSpec
-from distributor.node.agent.worker_env import node_order
 from distributor.policies import Gathering
 from distributor.screen.messages import notify
 from distributor.spark.error_translation import explain
@@ -74,7 +73,7 @@ class _Work:
     serial: int
     node: int
     post: Callable[[object], object]
-    job: int
+    member: Member
 
 
 @dataclass
@@ -161,6 +160,17 @@ class Gang:
         return [first[place] for place in sorted(first)]
 
     @property
+    def free(self) -> list[Member]:
+        """Those of them that have no work."""
+        return [member for member in self.members if member.number not in self._work]
+
+    @property
+    def nodes(self) -> dict[int, Member]:
+        """The members that have work, by the nodes that they are."""
+        with self._changed:
+            return {work.node: work.member for work in self._work.values()}
+
+    @property
     def num_steady(self) -> int:
         """How many of them came at least `FURTHER_SECONDS` ago."""
         before = time.monotonic() - FURTHER_SECONDS
@@ -210,7 +220,7 @@ class Gang:
 
         while True:
             cancellation.check()
-            self._require_jobs(most, rows)
+            self.require_jobs(most, rows)
             members, now = self.members, time.monotonic()
             if len(members) > held:
                 came_at = now
@@ -241,18 +251,32 @@ class Gang:
         return not self._num_assignments
 
     def assign(
-        self, members: Sequence[Member], spec: TaskSpec, post: Callable[[object], object]
+        self,
+        nodes: Mapping[int, Member],
+        executors: Mapping[int, str],
+        spec: TaskSpec,
+        post: Callable[[object], object],
     ) -> None:
-        """Have members be the nodes of an attempt. The end of each is posted as `NodeEnded`."""
+        """Have members be nodes of an attempt. The end of each is posted as `NodeEnded`.
+
+        Parameters
+        ----------
+        nodes : mapping of int to Member
+            The members by the nodes that they are to be.
+        executors : mapping of int to str
+            The executors of all nodes.
+        spec : TaskSpec
+            What they are to do.
+        post : callable
+            Posts a message to the attempt.
+        """
         serial = self._num_assignments = self._num_assignments + 1
-        executors = tuple(member.executor for member in members)
-        places = {member.number: place for place, member in enumerate(members)}
-        order = node_order([member.host for member in members])
+        numbers = {member.number: node for node, member in nodes.items()}
         with self._changed:
-            for place, member in enumerate(members):
-                self._work[member.number] = _Work(serial, order.index(place), post, member.job)
-            gone = [member.number for member in members if member.number not in self._members]
-        self._hub.broadcast(Assignment(serial, pickle.dumps(spec, 5), executors, places))
+            for node, member in nodes.items():
+                self._work[member.number] = _Work(serial, node, post, member)
+            gone = numbers.keys() - self._members.keys()
+        self._hub.broadcast(Assignment(serial, pickle.dumps(spec, 5), executors, numbers))
         for number in gone:
             self._end_lost(number)
 
@@ -347,14 +371,14 @@ class Gang:
     def _end_lost(self, number: int) -> None:
         with self._changed:
             work = self._work.get(number)
-            job = self._jobs.get(work.job) if work else None
+            job = self._jobs.get(work.member.job) if work else None
         loss = NodeLost("A task of Spark has lost its link to this process.")
         explain_loss = functools.partial(_explain_loss, job.job if job else None, number)
         self._end_work(number, error=loss, explain=explain_loss)
 
     # The jobs
 
-    def _require_jobs(self, size: int, rows: Any) -> None:
+    def require_jobs(self, size: int, rows: Any = None) -> None:
         """Submit a job for the tasks that are missing; raise what has ended the last one."""
         self._give_up_lost()
         with self._changed:
@@ -400,7 +424,7 @@ class Gang:
             self._changed.notify_all()
             if not isinstance(ending, BaseException):  # all of its tasks have left
                 return
-            working = {task: work for task, work in self._work.items() if work.job == number}
+            working = {task: work for task, work in self._work.items() if work.member.job == number}
             for task in working:
                 del self._work[task]
             posts = {work.serial: work.post for work in working.values()}

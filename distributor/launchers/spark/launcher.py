@@ -8,12 +8,20 @@ import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from distributor.control.run import Attempt, Handle, Launcher, NodesEnded, Run, share_of
+from distributor.control.run import (
+    Attempt,
+    Handle,
+    Launcher,
+    NodesEnded,
+    NodesLeaving,
+    Run,
+    share_of,
+)
 from distributor.control.waiting import Reminder
 from distributor.core.text import counted
 from distributor.launchers.spark.datasets import Datasets
@@ -33,6 +41,7 @@ from distributor.launchers.spark.task.task_data import (
     late_output_in,
     values_in,
 )
+from distributor.node.agent.worker_env import node_order
 from distributor.programs import ship_environment
 from distributor.run_spec import RunSpec, Settings, gpu_type_of
 from distributor.screen.messages import notify, warn_once
@@ -289,8 +298,9 @@ def _ended(ending: list[Any] | BaseException, num_tasks: int, secret: bytes) -> 
     )
 
 
-STOP_SECONDS = 10.0
-"""Seconds for nodes to end once they were asked to stop, before their tasks are cancelled."""
+STOP_SECONDS, STOP_INTERVAL = 10.0, 0.5
+"""Seconds for nodes to end once they were asked to stop, before their tasks are cancelled, and
+between two requests: one may connect late."""
 
 
 class GangLauncher(SparkLauncher):
@@ -364,9 +374,19 @@ class OpenedGangLauncher(SparkLauncher):
         spec = self.task_spec(attempt, plan, hub, self.copied)
 
         def end_nodes() -> None:
-            hub.broadcast(Stop("the run has ended"))
-            if not gang.await_end(STOP_SECONDS):
-                gang.cancel()
+            due = time.monotonic() + STOP_SECONDS
+            while time.monotonic() < due:
+                hub.broadcast(Stop("the run has ended"))
+                if gang.await_end(STOP_INTERVAL):
+                    return
+            gang.cancel()
+
+        def leaving(hosts: Collection[str]) -> NodesLeaving | None:
+            found = watch.poll(hosts)
+            if found is None:
+                return None
+            nodes = [n for n, member in gang.nodes.items() if member.executor_id in found.executors]
+            return replace(found, nodes=frozenset(nodes))
 
         def further_ranks() -> int:
             if rows is not None:  # which Spark has distributed to these tasks
@@ -374,20 +394,45 @@ class OpenedGangLauncher(SparkLauncher):
             further = min(gang.num_steady, self.plan.num_tasks) - plan.num_tasks
             return max(0, further) * plan.ranks_per_task
 
-        gang.assign(members[: plan.num_tasks], spec, hub.post)
+        order = node_order([member.host for member in members[: plan.num_tasks]])
+        self._assign({node: members[place] for node, place in enumerate(order)}, spec, hub.post)
+        goes_on = attempt.settings.recovery == "in_place" and rows is None
+        num_nodes = self.plan.num_tasks
+        joining = replace(spec, share=replace(spec.share, num_nodes=num_nodes, joins=True))
         try:
             yield Handle(
                 links=hub,
                 num_nodes=plan.num_tasks,
                 cancel=end_nodes,
-                leaving=watch.poll,
+                leaving=leaving,
                 further_ranks=further_ranks,
+                max_nodes=num_nodes if goes_on else 0,
+                replace=lambda nodes: self._fill(nodes, joining, hub.post) if goes_on else (),
             )
         finally:
             if not gang.await_end(0):
                 end_nodes()
             if rows is not None:  # the next attempt reads others
                 gang.dismiss()
+
+    def _fill(
+        self, nodes: Collection[int], spec: TaskSpec, post: Callable[[object], object]
+    ) -> Collection[int]:
+        """Have tasks without work be some of these nodes; ask Spark for those that are missing."""
+        self.gang.require_jobs(self.plan.num_tasks)
+        if self.gang.free:
+            self.gang.leave(Executors(self.session).leaving(None))
+        found = dict(zip(nodes, self.gang.free, strict=False))
+        if found:
+            self._assign(found, spec, post)
+        return found
+
+    def _assign(
+        self, nodes: Mapping[int, Member], spec: TaskSpec, post: Callable[[object], object]
+    ) -> None:
+        known = {**self.gang.nodes, **nodes}
+        executors = {node: known[node].executor for node in sorted(known)}
+        self.gang.assign(nodes, executors, spec, post)
 
     def _gather(
         self, run: Run, least: int, most: int, deadline: float, **options: Any

@@ -14,7 +14,7 @@ from typing import BinaryIO, NoReturn
 
 from distributor.core.rank_variables import RUN_ID
 from distributor.core.text import Redaction
-from distributor.errors import NodeLost, RunTimeout, StartTimeout
+from distributor.errors import NodeLost, RunStalled, RunTimeout, StartTimeout
 from distributor.node.agent.output import AgentListener, LogRelay
 from distributor.node.agent.usage import (
     ActivityMonitor,
@@ -29,8 +29,17 @@ from distributor.node.worker.stacks import append_stacks, dump_stacks
 from distributor.policies import FailureGracePeriod
 from distributor.rank import messages
 from distributor.rank.membership import Members
-from distributor.serialization.outcome import Failure, Outcome, Value, death
-from distributor.wire.messages import Idle, Preempted, RanksStarted, Stacks, Subscribed
+from distributor.serialization.outcome import Failure, Outcome, Value, death, loss
+from distributor.wire.messages import (
+    EndRank,
+    Idle,
+    MembersChanged,
+    Preempted,
+    RanksStarted,
+    ReplaceRank,
+    Stacks,
+    Subscribed,
+)
 
 RELAY_INTERVAL = 0.05
 """Seconds between two reads of what the ranks printed."""
@@ -99,7 +108,7 @@ class Agent:
         # Requests of other threads.
         self._wants_release = self._wants_stop = self._wants_kill = self._wants_stacks = False
         self._notices: deque[bytes] = deque()
-        self._changes: deque[Members | int] = deque()  # members, or a rank to replace
+        self._changes: deque[MembersChanged | ReplaceRank | EndRank] = deque()
         self._awaits_decision = False  # of the driver, about a rank that has failed
 
     def __enter__(self) -> Agent:
@@ -125,10 +134,10 @@ class Agent:
         The calling thread may become the parent of the ranks: they are killed when it ends.
         """
         if self._node.goes_on and self._store_socket is not None:
-            self._store = self._start(0, "store")  # so that any rank may be lost
+            self._store = self._start_store(self._store_socket)  # so that any rank may be lost
             self._others.append(self._store)
         for local_rank in range(self._node.ranks_per_node):
-            self._start_rank(local_rank, "rank")
+            self._start_rank(local_rank, "replacement" if self._node.joins else "rank")
         if self._store_socket is not None:
             self._store_socket.close()  # rank 0 alone holds it, so that its death frees the port
         has_more_output = False
@@ -155,13 +164,19 @@ class Agent:
         return self._awaits_decision
 
     def _start_rank(self, local_rank: int, role: Role) -> None:
-        worker = self._start(local_rank, role)
+        worker = self._start(self._node, local_rank, role)
         self._workers.append(worker)
         self._selector.add(worker)
 
-    def _start(self, local_rank: int, role: Role) -> WorkerHandle:
+    def _start_store(self, listener: socket.socket) -> WorkerHandle:
+        port = listener.getsockname()[1]
+        return self._start(
+            replace(self._node, master_addr=self._node.address, master_port=port), 0, "store"
+        )
+
+    def _start(self, node: NodeShare, local_rank: int, role: Role) -> WorkerHandle:
         return start_worker(
-            self._node,
+            node,
             local_rank,
             self._program,
             self._spawner,
@@ -199,14 +214,9 @@ class Agent:
         self._notices.append(notice)  # ranks count them: each one is sent
         self._selector.wake()
 
-    def change_members(self, members: Members) -> None:
-        """Have these ranks go on without those that have failed. From any thread."""
-        self._changes.append(members)
-        self._selector.wake()
-
-    def replace(self, rank: int) -> None:
-        """Start a process in the place of a rank that has failed. From any thread."""
-        self._changes.append(rank)
+    def change(self, change: MembersChanged | ReplaceRank | EndRank) -> None:
+        """Change which ranks there are. From any thread."""
+        self._changes.append(change)
         self._selector.wake()
 
     # Events of workers
@@ -307,26 +317,40 @@ class Agent:
 
     def _change_members(self) -> None:
         while self._changes:
-            change = self._changes.popleft()
-            if isinstance(change, int):
-                self._spawner.extend_limit()
-                self._start_rank(change - self._node.origin(0).rank, "replacement")
-                continue
-            self._log_relay.drain()  # what the lost ones have printed
-            failed = [worker for worker in self._workers if isinstance(worker.outcome, Failure)]
-            others = self._workers if change.change == "end" else failed
-            lost = [worker for worker in others if worker.origin.rank not in change.numbers]
-            self._failures = [f for f in self._failures if f.origin.rank in change.numbers]
-            for worker in lost:
-                if worker.outcome is None:  # it has come too late
-                    worker.process.kill()
-                worker.release()
-                self._workers.remove(worker)
-                self._selector.remove(worker)
-            self._others += lost
-            self._awaits_decision = bool(self._failures)
-            for worker in self._workers:
-                worker.send(messages.MEMBERS + change.to_line())
+            match self._changes.popleft():
+                case ReplaceRank(rank, members):
+                    self._go_on_with(members)
+                    self._spawner.extend_limit()
+                    self._start_rank(rank - self._node.origin(0).rank, "replacement")
+                case EndRank(rank, cause):
+                    self._end_rank(rank, cause)
+                case MembersChanged(members):
+                    self._go_on_with(members)
+
+    def _end_rank(self, rank: int, cause: str) -> None:
+        """Kill a rank that hangs: it has failed."""
+        for worker in self._workers:
+            if worker.origin.rank == rank and worker.working:
+                worker.process.kill()
+                self._note_failure(worker, loss(worker.origin, cause, RunStalled))
+
+    def _go_on_with(self, members: Members) -> None:
+        """Have these ranks go on without those that have failed."""
+        self._log_relay.drain()  # what the lost ones have printed
+        failed = [worker for worker in self._workers if isinstance(worker.outcome, Failure)]
+        others = self._workers if members.change == "end" else failed
+        lost = [worker for worker in others if worker.origin.rank not in members.numbers]
+        self._failures = [each for each in self._failures if each.origin.rank in members.numbers]
+        for worker in lost:
+            if worker.outcome is None:  # it has come too late
+                worker.process.kill()
+            worker.release()
+            self._workers.remove(worker)
+            self._selector.remove(worker)
+        self._others += lost
+        self._awaits_decision = bool(self._failures)
+        for worker in self._workers:
+            worker.send(messages.MEMBERS + members.to_line())
 
     def _stacks(self) -> dict[int, str]:
         """Return the stacks of the ranks that have no outcome yet."""

@@ -41,6 +41,8 @@ class NodeShare:
         This node's number.
     host : str
         This machine's name or address, for messages.
+    executor : str
+        The process that the node is lost with, if that may have others too.
     address : str
         This machine's address among the nodes, which determines the network interface.
     master_addr, master_port : str, int
@@ -48,6 +50,8 @@ class NodeShare:
     gpus : tuple of str, optional
         GPUs of this node's ranks, as entries of ``CUDA_VISIBLE_DEVICES``. An empty tuple hides
         all GPUs, and None leaves the variable unchanged. Both are for ranks that use no GPUs.
+    joins : bool
+        Whether its ranks join those that train already.
     modules : str
         Folders with the user's modules, which are searched first, in the format of PYTHONPATH;
         empty if there are none.
@@ -66,10 +70,12 @@ class NodeShare:
     activity_interval: float | None = None
     node_rank: int = 0
     host: str = ""
+    executor: str = ""
     address: str = ""
     master_addr: str = ""
     master_port: int = 0
     gpus: tuple[str, ...] | None = None
+    joins: bool = False
     modules: str = ""
 
     @property

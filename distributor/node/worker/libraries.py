@@ -63,8 +63,8 @@ def adapt_libraries(uses_gpus: bool, context: WorkerContext) -> None:
 
 def follow_members(membership: Membership, context: WorkerContext) -> None:
     """Have this rank go on in its process if others are lost, as far as its program allows it."""
-    if context.uses_gpus:
-        membership.refuse("the ranks use GPUs")
+    if context.uses_gpus:  # or torch ends a communicator, or this process, by itself
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     if context.data is not None:
         membership.refuse("a DataFrame is among the arguments")
 

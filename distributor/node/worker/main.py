@@ -152,15 +152,16 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     context.scratch = worker_spec.scratch
     faulthandler.enable()
     enable_stack_dumps(worker_spec.stacks)
+    context.rendezvous = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if share.goes_on:
         context.membership = Membership(
             worker_spec.origin.rank,
             share.world_size,
             context.send,
+            context.rendezvous,
             connect_store,
             joins=worker_spec.role == "replacement",
         )
-    context.rendezvous = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves_others = worker_spec.listener is not None and os.environ["WORLD_SIZE"] != "1"
     if worker_spec.listener is not None:
         # Not before: a program may set variables that torch reads when it is imported.

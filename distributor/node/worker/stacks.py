@@ -207,7 +207,7 @@ def _shown(stack: str) -> str:
 # The innermost frame of a rank that waits in a collective, in a backward pass or in a report.
 _COLLECTIVE = re.compile(
     r"/torch/(?:autograd/graph|nn/parallel/distributed|distributed/.*)\.py$"
-    r"|/distributor/(?:rank/store_channel|train/runtime/\w+|train/collective)\.py$"
+    r"|/distributor/(?:rank/(?:store_channel|membership)|train/runtime/\w+|train/collective)\.py$"
 )
 _STANDARD = re.compile(r"/lib(?:64)?/python\d[\d.]*/(?!(?:site|dist)-packages/)")
 

@@ -157,6 +157,7 @@ def prepare_data_loader(
     add_dist_sampler: bool = True,
     move_to_device: bool = True,
     auto_transfer: bool = True,
+    keep_global_batch: bool = False,
 ) -> Any:
     """Return a data loader that yields this rank's share of the dataset, on this rank's device.
 
@@ -185,6 +186,10 @@ def prepare_data_loader(
         Whether to move batches to this rank's device.
     auto_transfer : bool, default True
         Whether to overlap that with training, through pinned memory.
+    keep_global_batch : bool, default False
+        Whether the ranks that go on without a lost one, with ``recovery="in_place"``, have larger
+        batches, so that those of all ranks together have as many samples as at the start (rounded
+        up).
 
     Returns
     -------
@@ -208,7 +213,7 @@ def prepare_data_loader(
     from distributor.train.torch.loaders import prepare
 
     target = device() if move_to_device else None
-    return prepare(data_loader, shard=add_dist_sampler, device=target, pin_memory=auto_transfer)
+    return prepare(data_loader, add_dist_sampler, target, auto_transfer, keep_global_batch)
 
 
 def enable_reproducibility(seed: int = 0) -> None:

@@ -36,7 +36,11 @@ _OPTIONS = (
 
 
 def prepare(
-    loader: DataLoader[Any], shard: bool, device: torch.device | None, pin_memory: bool
+    loader: DataLoader[Any],
+    shard: bool,
+    device: torch.device | None,
+    pin_memory: bool,
+    keep_global_batch: bool = False,
 ) -> DeviceLoader:
     """Prepare a loader as `distributor.train.torch.prepare_data_loader` documents."""
     dataset: Any = loader.dataset
@@ -69,7 +73,7 @@ def prepare(
     if membership is not None and is_share:
         membership.refuse("a data loader reads a shard of a dataset")
     if membership is not None and isinstance(sampler, ShardSampler):
-        prepared: ResumableLoader = SharedLoader(*others, membership)
+        prepared: ResumableLoader = SharedLoader(*others, membership, keep_global_batch)
     else:
         prepared = ResumableLoader(*others)
     mark_as_prepared(prepared)  # an Accelerator would leave each rank a share of its share
@@ -227,10 +231,13 @@ class SharedLoader(ResumableLoader):
         progress: Progress,
         order: Order,
         membership: Membership,
+        keeps_global_batch: bool,
     ) -> None:
         super().__init__(loader, device, progress, order)
         self._membership = membership
-        self._place = LoaderPlace(progress)
+        self._rows = loader.batch_size or 1  # of one batch of this rank
+        keeps = keeps_global_batch and loader.batch_size is not None
+        self._place = LoaderPlace(progress, self._rows * membership.size if keeps else 0)
         membership.follow(self._place, undo=False)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -242,7 +249,7 @@ class SharedLoader(ResumableLoader):
             generation, steps = members.generation, members.steps
             sampler.left = place.now.epoch
             for batch in DeviceLoader.__iter__(self):
-                place.now.rows += self._loader.batch_size or 1
+                place.now.rows += self._rows
                 yield batch
                 if members.steps != steps and not members.is_void:
                     steps, place.done = members.steps, place.now.rows
@@ -260,6 +267,9 @@ class SharedLoader(ResumableLoader):
         progress.rank, progress.num_ranks = members.rank, members.size
         sampler: Any = self._loader.sampler
         sampler.share(members.rank, members.size)
+        if self._place.global_batch:
+            batches: Any = self._loader.batch_sampler
+            self._rows = batches.batch_size = -(-self._place.global_batch // members.size)
 
 
 class LoaderPlace:
@@ -271,9 +281,12 @@ class LoaderPlace:
         The pass that it makes.
     done : int
         The rows of each rank in it whose steps are done.
+    global_batch : int
+        The rows that the batches of all ranks have together; 0 if that may change.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, global_batch: int) -> None:
+        self.global_batch = global_batch
         self.now: Pass | None = None
         self.done = 0
         self._progress = progress
@@ -290,10 +303,11 @@ class LoaderPlace:
 
     def save(self) -> dict[str, Any]:
         left = None if self.now is None else self._left(self.now).to_position()
-        return {"next": self._progress.next_epoch, "left": left}
+        return {"next": self._progress.next_epoch, "left": left, "batch": self.global_batch}
 
     def load(self, saved: dict[str, Any]) -> None:
         self._progress.set_epoch(saved["next"])
+        self.global_batch = saved["batch"]
         if saved["left"] is not None:
             self._taken = Epoch.from_position(saved["left"])
 

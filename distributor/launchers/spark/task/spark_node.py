@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,38 +108,41 @@ class Placement:
 
     Parameters
     ----------
-    executors : sequence of str
-        The executor of each task, as its host, a colon, and its name there.
-    own : int
-        Which of them is this one.
+    executors : mapping of int to str
+        The executor of each node, as its host, a colon, and its name there.
+    node_rank : int
+        Which node this one is.
     """
 
-    executors: Sequence[str]
-    own: int
+    executors: Mapping[int, str]
+    node_rank: int
 
     @classmethod
     def in_stage(cls, context: Any) -> Placement:
         """Return the places of the tasks of a barrier stage, by Spark's context of one of them."""
         executors = [info.address for info in context.getTaskInfos()]
-        return cls(executors, context.partitionId())
+        order = node_order([host_of(executor) for executor in executors])
+        return cls(
+            {node: executors[task] for node, task in enumerate(order)},
+            order.index(context.partitionId()),
+        )
 
     @property
     def hosts(self) -> list[str]:
-        return [executor.rpartition(":")[0] for executor in self.executors]
+        return [host_of(executor) for executor in self.executors.values()]
 
     @property
     def host(self) -> str:
-        return self.hosts[self.own]
-
-    @property
-    def node_rank(self) -> int:
-        """The number of the node; those of one host are consecutive."""
-        return node_order(self.hosts).index(self.own)
+        return host_of(self.executors[self.node_rank])
 
     @property
     def tasks_of_executor(self) -> int:
         """How many of the tasks share this one's executor."""
-        return self.executors.count(self.executors[self.own])
+        return list(self.executors.values()).count(self.executors[self.node_rank])
+
+
+def host_of(executor: str) -> str:
+    return executor.rpartition(":")[0]
 
 
 def zygote_owner() -> int:
@@ -171,6 +174,7 @@ def begin(spec: TaskSpec, placement: Placement) -> NodeShare:
         spec.share,
         node_rank=placement.node_rank,
         host=placement.host,
+        executor=placement.executors[placement.node_rank],
         env={
             SPARK_FILES: str(spark_files_folder()),
             **({"HADOOP_CONF_DIR": hadoop} if hadoop else {}),

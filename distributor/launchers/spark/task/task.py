@@ -28,6 +28,7 @@ from distributor.launchers.spark.task.spark_node import (
     Placement,
     begin,
     check_node,
+    host_of,
     own_executor,
     provisions,
     zygote_owner,
@@ -155,7 +156,7 @@ def _hold_slot(spec: MemberSpec, batches: Iterator[Any], replaced: str) -> None:
     context: Any = TaskContext.get()
     number = context.taskAttemptId() % MAX_NUMBERS
     executor = own_executor(spec.hub[0])
-    use_host_name(executor.rpartition(":")[0])
+    use_host_name(host_of(executor))
     received: queue.SimpleQueue[object] = queue.SimpleQueue()  # None once the link is lost
 
     def lose(reason: str = "") -> None:
@@ -174,8 +175,8 @@ def _hold_slot(spec: MemberSpec, batches: Iterator[Any], replaced: str) -> None:
         for message in iter(received.get, None):
             if isinstance(message, Dismissal):
                 break
-            if isinstance(message, Assignment) and number in message.places:
-                placement = Placement(message.executors, message.places[number])
+            if isinstance(message, Assignment) and number in message.nodes:
+                placement = Placement(message.executors, message.nodes[number])
                 ending = _serve(message.spec, placement, context, batches, replaced)
                 link.send(AssignmentEnded(message.serial, ending))
     for _ in batches:  # Spark keeps a Python worker only if it has read its input
@@ -253,7 +254,8 @@ class SparkDetour:
         report = {"store": asdict(own) if own else None, "software": dict(software)}
         gathered = self._all_gather(json.dumps(report), deadline - time.monotonic())
         reports = [json.loads(text) for text in gathered]
-        by_host = zip(Placement.in_stage(self._context).hosts, reports, strict=True)
+        hosts = [host_of(info.address) for info in self._context.getTaskInfos()]
+        by_host = zip(hosts, reports, strict=True)
         check_alike({host: each["software"] for host, each in by_host})
         return next(Rendezvous(**each["store"]) for each in reports if each["store"])
 
