@@ -274,7 +274,7 @@ def test_random_kills_of_an_executor(spark: Any, tmp_path: Path) -> None:
     for turn in range(ON_CLUSTER):
         folder = tmp_path / str(turn)
         folder.mkdir()
-        faults = [killed_soon(random.randrange(4), 18, above=EXECUTOR)]
+        faults = [Fault(random.randrange(4), random.randint(10, 30), above=EXECUTOR)]
         train = partial(train_on, folder, faults, epochs=8, size=4)
         values = runner(4, local_mode=False, max_failures=1).run_all(train)
         pids = {each.number: each.pid for each in reversed(records_in(folder))}

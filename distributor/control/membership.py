@@ -83,7 +83,7 @@ class Membership:
             return f"{listed('rank', waiting)} {verb} not completed a step yet"
         if not members - self._joining.keys() - lost and not self.finished:
             return "no other rank is left"
-        if len(members - lost) < self._least:
+        if len((members | self.finished) - lost) < self._least:
             return f"num_processes asks for at least {counted(self._least, 'rank')}"
         return None
 

@@ -79,7 +79,7 @@ class Fault:
             victim = next(each for each, line in lines.items() if self.above in line)
         if self.delay is None:
             victim.kill()
-            time.sleep(1)  # in which this process ends too
+            time.sleep(10)  # in which this process ends too
         else:
             threading.Timer(self.delay, victim.kill).start()
 
