@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -133,8 +134,8 @@ def test_reports_and_checkpoints_go_on(
         assert Path(folder, "steps").read_text() == str(len(history))
 
 
-def fit(has_model: bool = True, optimizers: int = 1) -> str:
-    """Train, and lose rank 1 in the first attempt; return the attempt."""
+def fit(has_model: bool = True, optimizers: int = 1, waits: Sequence[int] = ()) -> str:
+    """Train, and lose rank 1 in the first attempt, or rank 0 after a wait; return the attempt."""
     import torch
 
     from distributor.train.torch import prepare_model
@@ -146,9 +147,19 @@ def fit(has_model: bool = True, optimizers: int = 1) -> str:
         wrapped(torch.ones(2, 1)).sum().backward()
         for optimizer in made:
             optimizer.step()
-        if attempt + os.environ["RANK"] == "01" and step == 2:
+        if attempt + os.environ["RANK"] == "01" and step == 2 and not waits:
             os.kill(os.getpid(), signal.SIGKILL)
+    if waits:
+        time.sleep(waits[int(os.environ["RANK"])])
+    if waits and attempt + os.environ["RANK"] == "00":
+        os.kill(os.getpid(), signal.SIGKILL)
     return attempt
+
+
+@pytest.mark.parametrize("waits", [(1, 0), (0, 1)], ids=["last", "first"])
+def test_all_restart_if_rank_0_is_lost_after_the_training(waits: tuple[int, int]) -> None:
+    """What it was to return, or to save, is lost with it."""
+    assert runner(2).run(fit, waits=waits) == "1"
 
 
 def test_a_rank_that_hangs_is_replaced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -542,9 +542,9 @@ class Controller:
     def _on_member_state(self, rank: int, state: MemberState) -> None:
         self._recovery.note_state(rank, state)
         members = self._recovery.members
-        if members.refusal is None or members.has_formed or self._outcomes.failures:
+        if members.reason_of_end is None or self._outcomes.failures:
             return
-        self._attempt.run.notify(f"The other ranks do not go on: {members.refusal}.")
+        self._attempt.run.notify(f"The other ranks do not go on: {members.reason_of_end}.")
         if not members.pending:
             raise NodeLost("The ranks have lost their connections to each other.")
         self._end_by()

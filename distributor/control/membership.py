@@ -28,6 +28,8 @@ class Membership:
         How many ranks there are at the start.
     least : int
         The fewest ranks that may go on.
+    keeps_all : bool
+        Whether the values of all ranks are wanted, or that of rank 0 alone.
 
     Attributes
     ----------
@@ -43,11 +45,12 @@ class Membership:
         The failures since the last group that has formed.
     """
 
-    def __init__(self, num_ranks: int, least: int = 1) -> None:
-        self._least = least
+    def __init__(self, num_ranks: int, least: int = 1, keeps_all: bool = True) -> None:
+        self._least, self._keeps_all = least, keeps_all
         self.store = "", 0
         self.current = Members(0, tuple(range(num_ranks)))
         self.finished: set[int] = set()
+        self._has_value = False  # of a rank that was rank 0 at its end
         self.refusal: str | None = None
         self.pending: list[Failure] = []
         self._able: set[int] = set()
@@ -74,8 +77,9 @@ class Membership:
             return "a collective of the program itself has failed"
         if repeats:
             return "another rank has failed at the same step in the same way"
-        if lost & self.finished:
-            return "a rank that had finished was lost with its value"
+        has_value = {*self.numbers[:1], *(self.finished if self._keeps_all else ())}
+        if self.finished and lost & has_value:
+            return "some ranks have finished, and a value is lost"
         if not lost & members:  # they have not joined yet
             return None
         if waiting := sorted(members - self._able):
@@ -112,6 +116,7 @@ class Membership:
         elif state.state == "unable":
             self.refusal = self.refusal or state.reason
         elif state.state == "finished":
+            self._has_value = self._has_value or state.rank == 0
             self._finish(rank)
         elif state.state == "ready":
             self._able.add(rank)
@@ -133,6 +138,13 @@ class Membership:
             if self._num_unformed > MAX_UNFORMED:
                 self.refusal = "they could not form a group"
             self._lose(set())
+
+    @property
+    def reason_of_end(self) -> str | None:
+        """Why the ranks have to start again now, if they have to."""
+        if self.current.change == "end":
+            return None if self._has_value else "they have finished, and none of them was rank 0"
+        return None if self.has_formed else self.refusal
 
     @property
     def has_ended(self) -> bool:

@@ -121,7 +121,7 @@ class Recovery:
         spec = attempt.spec
         self.is_wanted = spec.settings.recovery == "in_place"
         least = spec.min_processes if spec.min_processes < spec.num_processes else 1
-        self.members = Membership(attempt.num_ranks, least)
+        self.members = Membership(attempt.num_ranks, least, spec.keep_all)
         self._attempt, self._handle, self._nodes = attempt, handle, nodes
         self._clock, self._runs = clock, runs
         self._vacancies = Vacancies(range(handle.num_nodes, handle.max_nodes))

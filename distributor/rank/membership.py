@@ -228,7 +228,7 @@ class Membership:
 
     def finish(self) -> None:
         """Report that this rank's program has returned: it leaves, and is not lost."""
-        self._send(MemberState("finished"))
+        self._send(MemberState("finished", rank=self.rank))
 
     def follow_model(self, model: Model) -> None:
         """Form groups for this model."""

@@ -111,11 +111,14 @@ class MemberState:
         Why it is unable.
     generation : int
         Of its group.
+    rank : int
+        Its rank there, if it has finished.
     """
 
     state: str
     reason: str = ""
     generation: int = 0
+    rank: int = 0
 
 
 Record = Progress | Reported | Trained | RanksUse | MemberState
