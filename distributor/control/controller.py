@@ -445,12 +445,12 @@ class Controller:
 
     def _on_lost(self, node: int, message: Lost) -> None:
         self._stalls.forget(node)
-        if message is LOST and self._recovery.note_link_end(node):
-            return
-        if message is LOST:
-            self._nodes.lose_link(node)
-        else:
+        if message is not LOST:
             self._nodes.unresponsive.add(node)
+        elif self._recovery.note_link_end(node):
+            return
+        else:
+            self._nodes.lose_link(node)
         self._recovery.lose_link(node, message)
         self._check_ends()
 

@@ -8,7 +8,7 @@ it learns of ranks and nodes; without ``recovery="in_place"`` nothing is survive
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -125,8 +125,8 @@ class Recovery:
         self._attempt, self._handle, self._nodes = attempt, handle, nodes
         self._clock, self._runs = clock, runs
         self._vacancies = Vacancies(range(handle.num_nodes, handle.max_nodes))
-        self._unexplained: dict[int, list[Failure]] = {}  # losses of nodes
-        self._is_failure: dict[int, bool] = {}  # whether each of these counts for max_failures
+        # The failures of lost nodes, and whether they count for max_failures.
+        self._unexplained: dict[int, tuple[list[Failure], bool]] = {}
 
     @property
     def _is_running(self) -> bool:
@@ -224,7 +224,7 @@ class Recovery:
         if ends:
             nodes.leave(node, now)
             self._vacancies.lose(node, ends)
-            self._is_failure[node] = not (is_counted or is_preempted)
+            self._unexplained[node] = failures, not (is_counted or is_preempted)
         self.choose_store()
         self.members.lose(failures)
         return True
@@ -270,8 +270,10 @@ class Recovery:
                 return False
         elif not self._vacancies.note_end(node, "node"):
             return False
-        if error is not None and node in self._unexplained:
-            self._attempt.run.launcher.thread(partial(self._explain, message, error)).start()
+        lost = self._unexplained.pop(node, None)
+        if lost is not None and error is not None:
+            explain = partial(self._explain, message, error, *lost)
+            self._attempt.run.launcher.thread(explain).start()
         return True
 
     def let_leave(self, leaving: NodesLeaving) -> bool:
@@ -307,22 +309,23 @@ class Recovery:
         attempt.note_end(ranks, "failed")
         for failure in failures:
             attempt.run.events.add_failure(failure)
-        self._unexplained[node] = failures
         self._announce()
         return True
 
-    def _explain(self, message: NodeEnded, error: Exception) -> None:
+    def _explain(
+        self, message: NodeEnded, error: Exception, failures: Sequence[Failure], counts: bool
+    ) -> None:
         """Find out why a node was lost, which may take seconds."""
         found = message.explain(error, "")
-        is_reclaimed = bool(getattr(found, "reclaimed", ()))
-        self._handle.links.post(LossExplained(message.node, str(found), is_reclaimed))
+        is_preemption = counts and bool(getattr(found, "reclaimed", ()))
+        explained = LossExplained(message.node, str(found), failures, is_preemption)
+        self._handle.links.post(explained)
 
     def note_explanation(self, message: LossExplained) -> None:
         """Show why a node was lost; a container that was taken back counts as a preemption."""
-        is_failure = self._is_failure.pop(message.node, False)
-        self._attempt.run.failed.num_preempted += message.is_reclaimed and is_failure
+        self._attempt.run.failed.num_preempted += message.is_preemption
         survived = self._attempt.survived
-        for failure in self._unexplained.pop(message.node, ()):
+        for failure in message.failures:
             survived[survived.index(failure)] = replace(failure, summary=message.text)
         self._attempt.run.notify(f"The cause of the loss of node {message.node}: {message.text}")
 

@@ -545,11 +545,16 @@ class NodeEnded:
 
 @dataclass(frozen=True)
 class LossExplained:
-    """Controller to itself: why a node was lost without which the others go on."""
+    """Controller to itself: why a node was lost without which the others go on.
+
+    `failures` are those of its ranks. `is_preemption` is whether the cluster manager took it back,
+    and the loss was counted as another failure.
+    """
 
     node: int
     text: str
-    is_reclaimed: bool = False  # by the cluster manager
+    failures: Sequence[Failure]
+    is_preemption: bool
 
 
 @dataclass(frozen=True, kw_only=True)

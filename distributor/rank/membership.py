@@ -603,7 +603,7 @@ def _copy_optimizer(optimizer: Any, source: int, is_source: bool, whole: bool) -
     box: list[Any] = [None]
     if is_source:
         plain = {
-            (number, name): _form_of(value) if torch.is_tensor(value) else value
+            (number, name): _layout_of(value) if torch.is_tensor(value) else value
             for number, values in found["state"].items()
             for name, value in values.items()
         }
@@ -624,5 +624,5 @@ def _copy_optimizer(optimizer: Any, source: int, is_source: bool, whole: bool) -
         optimizer.load_state_dict({"state": state, "param_groups": own})
 
 
-def _form_of(tensor: Any) -> tuple[Any, Any, str]:
+def _layout_of(tensor: Any) -> tuple[Any, Any, str]:
     return tensor.shape, tensor.dtype, tensor.device.type

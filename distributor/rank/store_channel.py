@@ -46,11 +46,10 @@ class StoreChannel:
     @classmethod
     def connect(cls, timeout: float = RANK_TIMEOUT_SECONDS) -> StoreChannel:
         """Return this rank's channel, with a connection of its own and a limit for each answer."""
-        members = worker_context().membership
-        prefix = f"/{members.generation}" if members is not None else ""
-        address = members.store if members is not None else None
-        limit = timedelta(seconds=timeout)
-        store = connect_store(f"distributor/train{prefix}", address, timeout=limit)
+        prefix, address = "distributor/train", None
+        if members := worker_context().membership:
+            prefix, address = f"{prefix}/{members.generation}", members.store
+        store = connect_store(prefix, address, timeout=timedelta(seconds=timeout))
         # The function of `ray_launch` is a rank without these variables.
         rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         return cls(int(rank), int(size), store)

@@ -79,7 +79,7 @@ class RunProgress:
         self.hosts.update(dict.fromkeys(ranks, host))
         self.num_ranks = max(self.num_ranks, len(self.hosts))  # some may have joined the others
         for rank in ranks:
-            self._ended.pop(rank, None)
+            self.replace(rank)
         if self.all_started and not has_begun:
             self._began = self._clock()
 

@@ -27,6 +27,15 @@ def failure(rank: int, step: int | None = None, collateral: bool = False) -> Fai
     )
 
 
+def without(lost: int, ranks: int = 3) -> Membership:
+    """Return members that have formed a group without one of them."""
+    members = able(ranks)
+    members.lose([failure(lost)])
+    for rank in {*range(ranks)} - {lost}:
+        members.note(rank, MemberState("formed", generation=1))
+    return members
+
+
 def test_only_the_loss_of_a_rank_that_all_are_prepared_for_is_survived() -> None:
     members = Membership(2)
     members.note(0, MemberState("able"))
@@ -68,9 +77,7 @@ def test_a_group_that_does_not_form_has_a_successor() -> None:
 
 
 def test_a_rank_that_joins_has_nothing_to_go_on_with() -> None:
-    members = able(2)
-    members.lose([failure(0)])
-    members.note(1, MemberState("formed", generation=1))
+    members = without(0, 2)
     members.note(0, MemberState("ready"))
     assert members.reason_to_restart([failure(1)]) == "no other rank is left"
     for rank in (0, 1):
@@ -104,10 +111,7 @@ def test_members_that_have_finished_are_not_waited_for() -> None:
 
 
 def test_a_run_ends_although_a_rank_is_about_to_join() -> None:
-    members = able()
-    members.lose([failure(2)])
-    for rank in (0, 1):
-        members.note(rank, MemberState("formed", generation=1))
+    members = without(2)
     assert members.note(2, MemberState("ready")) == Members(2, (0, 1, 2), "growth")
     assert members.note(0, MemberState("finished")) == Members(3, (1, 2), "growth")
     assert members.note(1, MemberState("finished")) == Members(4, (0, 1), "end")
@@ -115,10 +119,7 @@ def test_a_run_ends_although_a_rank_is_about_to_join() -> None:
 
 def test_reports_of_a_group_that_has_formed_may_be_late() -> None:
     """Each rank's reports are in their order, but not those of several ranks."""
-    members = able()
-    members.lose([failure(2)])
-    for rank in (0, 1):
-        members.note(rank, MemberState("formed", generation=1))
+    members = without(2)
     members.note(2, MemberState("ready"))
     for rank in (0, 1):
         members.note(rank, MemberState("formed", generation=2))
@@ -129,10 +130,7 @@ def test_reports_of_a_group_that_has_formed_may_be_late() -> None:
 
 
 def test_a_rank_that_has_joined_has_the_state_although_others_have_been_lost_since() -> None:
-    members = able()
-    members.lose([failure(0)])
-    for rank in (1, 2):
-        members.note(rank, MemberState("formed", generation=1))
+    members = without(0)
     members.note(0, MemberState("ready"))
     assert members.lose([failure(1)]) == Members(3, (0, 2))
     assert members.reason_to_restart([failure(2)]) == "no other rank is left"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 30_477,
+    "lines of code in distributor/": 30_476,
     "modules in distributor/": 200,
-    "lines in tests/": 32_627,
+    "lines in tests/": 32_625,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -136,25 +136,15 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
     enter_worker(context)
     if share.settings.numa_binding and sys.platform == "linux":
         libraries.bind_to_numa_node(share.uses_gpus)
-    control.listen(
-        {
-            messages.MANY_LINES: StandardStreams().expect_many_lines,
-            messages.COLLECTIVES: lambda: write_collectives(worker_spec.scratch),
-            messages.NOTICE: lambda: context.preemption_notices.notify(here=False),
-            messages.NOTICE_HERE: lambda: context.preemption_notices.notify(here=True),
-            messages.MEMBERS: lambda: _note_members(context, control.read_line()),
-        }
-    )
-    context.secret = control.secret
-    context.uses_gpus = share.uses_gpus
-    context.data = worker_spec.data
-    create_scratch(worker_spec.scratch)
-    context.scratch = worker_spec.scratch
-    faulthandler.enable()
-    enable_stack_dumps(worker_spec.stacks)
+    handlers: dict[bytes, Callable[[], object]] = {
+        messages.MANY_LINES: StandardStreams().expect_many_lines,
+        messages.COLLECTIVES: lambda: write_collectives(worker_spec.scratch),
+        messages.NOTICE: lambda: context.preemption_notices.notify(here=False),
+        messages.NOTICE_HERE: lambda: context.preemption_notices.notify(here=True),
+    }
     context.rendezvous = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if share.goes_on:
-        context.membership = Membership(
+        context.membership = members = Membership(
             worker_spec.origin.rank,
             share.world_size,
             context.send,
@@ -162,6 +152,16 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
             connect_store,
             joins=worker_spec.role == "replacement",
         )
+        read = control.read_line
+        handlers[messages.MEMBERS] = lambda: members.notify(Members.from_line(read()))
+    control.listen(handlers)
+    context.secret = control.secret
+    context.uses_gpus = share.uses_gpus
+    context.data = worker_spec.data
+    create_scratch(worker_spec.scratch)
+    context.scratch = worker_spec.scratch
+    faulthandler.enable()
+    enable_stack_dumps(worker_spec.stacks)
     serves_others = worker_spec.listener is not None and os.environ["WORLD_SIZE"] != "1"
     if worker_spec.listener is not None:
         # Not before: a program may set variables that torch reads when it is imported.
@@ -190,11 +190,6 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
         # Other ranks may use the store, although this one has not.
         threading.Thread(target=_import_torch, daemon=True).start()
     control.await_release()
-
-
-def _note_members(context: WorkerContext, line: bytes) -> None:
-    if context.membership is not None:
-        context.membership.notify(Members.from_line(line))
 
 
 def _serve_store(context: WorkerContext, listener: int, rank: int, _: ModuleType) -> None:
