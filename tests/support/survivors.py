@@ -147,7 +147,7 @@ def train_on(
     loader = prepare_data_loader(own, keep_global_batch=keep_global_batch)
     state = State(epoch=0, step=0)
     now: dict[str, Any] = {}
-    settled = 0  # steps since there are as many ranks
+    settled = turn = 0  # steps since there are as many ranks, and the step of the next faults
 
     def note(*_: object) -> None:
         buffers = [buffer.tolist() for buffer in module.buffers()]
@@ -163,12 +163,12 @@ def train_on(
                 now.update(at=time.monotonic(), pid=os.getpid(), number=number, step=step)
                 now.update(rank=dist.get_rank(), size=dist.get_world_size(), epoch=state.epoch)
                 log.write(json.dumps(Record(**now, rows=numbers.tolist())) + "\n")
-                settled = settled + 1 if dist.get_world_size() >= size else 0
-                is_settled = size == 0 or settled > SETTLING
                 left = [fault for fault in faults if not fault.marker(folder).exists()]
-                at = min([step, *(fault.step for fault in left)])  # of which is the next turn
-                due = [each for each in left if each.number == number and each.step == at]
-                due = due if is_settled else []
+                before, turn = turn, min((fault.step for fault in left), default=step)
+                is_same = turn == before and dist.get_world_size() >= size
+                settled = settled + 1 if is_same else 0
+                due = [each for each in left if each.number == number and each.step == turn <= step]
+                due = due if size == 0 or settled > SETTLING else []
                 for fault in due:
                     fault.inject("forward", folder)
                 loss.backward()
