@@ -21,7 +21,16 @@ import cloudpickle
 import pytest
 from support import process_launcher, survivors
 from support.process_launcher import ProcessLauncher
-from support.survivors import BATCH, PAUSE, ROWS, Fault, check, records_in, train_on
+from support.survivors import (
+    BATCH,
+    PAUSE,
+    ROWS,
+    STEPS_OF_REPORT,
+    Fault,
+    check,
+    records_in,
+    train_on,
+)
 
 from distributor import DeepspeedTorchDistributor, TorchDistributor
 from distributor._compat.torch import OPTIMIZER_IMPORTS
@@ -83,6 +92,11 @@ def test_the_batch_of_all_ranks_can_stay_as_large(tmp_path: Path) -> None:
             assert sum(len(each.rows) for each in step) == 3 * BATCH
 
 
+def test_gradients_are_accumulated(tmp_path: Path) -> None:
+    train = partial(train_on, tmp_path, [Fault(0, 18)], epochs=8, size=3, accumulates=True)
+    check(tmp_path, runner(3).run_all(train), accumulates=True)
+
+
 def test_an_exception_is_shown_once_and_the_new_rank_0_returns_the_value(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,43 +109,61 @@ def test_an_exception_is_shown_once_and_the_new_rank_0_returns_the_value(
     assert "Lost rank 0" in shown.err
 
 
-@pytest.mark.parametrize(
-    ("above", "ranks"),
-    [("", 3), pytest.param(EXECUTOR, 4, marks=[pytest.mark.slow, pytest.mark.spark])],
-)
-def test_reports_and_checkpoints_go_on(
-    tmp_path: Path, request: pytest.FixtureRequest, above: str, ranks: int
+def fit_and_report(
+    folder: Path, faults: Sequence[Fault], ranks: int, epochs: int = 4, local_mode: bool = True
 ) -> None:
-    """Rank 0, which writes them, is lost between two reports, or its executor is."""
-    if above:
-        request.getfixturevalue("spark")
-    saved = tmp_path / "saved"
+    """Train with reports, and check that there is each of them once."""
+    saved = folder / "saved"
     saved.mkdir()
-    fault = Fault(0, 18, above=above)
     trainer = TorchTrainer(
-        lambda config: train_on(tmp_path, [fault], epochs=4, size=ranks, saved=saved),
+        lambda config: train_on(folder, faults, epochs=epochs, size=ranks, saved=saved),
         train_loop_config={},
-        scaling_config=ScalingConfig(num_workers=ranks, local_mode=not above),
+        scaling_config=ScalingConfig(num_workers=ranks, local_mode=local_mode),
         run_config=RunConfig(
             name="run",
-            storage_path=str(tmp_path / "runs"),
-            failure_config=FailureConfig(max_failures=1, recovery="in_place"),
+            storage_path=str(folder / "runs"),
+            failure_config=FailureConfig(max_failures=len(faults), recovery="in_place"),
             settings={"timeout": 120, **WARM},
         ),
     )
     result = trainer.fit()
 
-    history = check(tmp_path, [result.return_value])
-    ends = [
-        list(steps)[-1][0] for _, steps in itertools.groupby(history, lambda each: each[0].epoch)
-    ]
+    history = check(folder, [result.return_value])
+    reported = [step[0] for step in history[STEPS_OF_REPORT - 1 :: STEPS_OF_REPORT]]
     found = [
         (each.attempt, each.metrics["epoch"], each.metrics["steps"]) for each in result.reports
     ]
-    assert found == [(0, end.epoch, end.step + 1) for end in ends]
+    assert found == [(0, each.epoch, each.step + 1) for each in reported]
     assert result.checkpoint is not None
-    with result.checkpoint.as_directory() as folder:
-        assert Path(folder, "steps").read_text() == str(len(history))
+    with result.checkpoint.as_directory() as stored:
+        assert Path(stored, "steps").read_text() == str(reported[-1].step + 1)
+
+
+@pytest.mark.parametrize("moment", ["forward", "report"])
+def test_reports_and_checkpoints_go_on(tmp_path: Path, moment: str) -> None:
+    """Rank 0, which writes them, is lost between two reports, or while others wait for it."""
+    fit_and_report(tmp_path, [Fault(0, 18, moment)], 3)
+
+
+@pytest.mark.slow
+def test_reports_and_checkpoints_go_on_without_an_executor(spark: Any, tmp_path: Path) -> None:
+    fit_and_report(tmp_path, [Fault(0, 18, above=EXECUTOR)], 4, local_mode=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5 * TIMES + 120)
+def test_random_kills_during_reports(tmp_path: Path) -> None:
+    for begin in range(0, TIMES, TOGETHER):
+        turns, here = range(min(TOGETHER, TIMES - begin)), tmp_path / str(begin)
+        here.mkdir()
+        steps = [SPACING * turn + 10 for turn in turns]
+        faults = [
+            Fault(number, step, "report", random.uniform(0, 0.03))
+            for step in steps
+            for number in random.sample(range(4), random.choice([1, 1, 2]))
+        ]
+        epochs = (SPACING * len(turns)) // (ROWS // BATCH // 4) + 4
+        fit_and_report(here, faults, 4, epochs)
 
 
 def fit(has_model: bool = True, optimizers: int = 1, waits: Sequence[int] = ()) -> str:
@@ -201,15 +233,15 @@ def killed_soon(number: int, step: int, later: float = 0.0, above: str = "") -> 
 def faults_of(kind: str, turn: int) -> list[Fault]:
     """Return faults at random moments: of one rank, of two at once, or one during the forming."""
     step, (one, other) = SPACING * turn + random.randint(10, 30), random.sample(range(4), 2)
-    if kind.isdigit():
-        return [killed_soon(int(kind), step)]
+    if kind.isdigit() or kind == "accumulates":
+        return [killed_soon(int(kind) if kind.isdigit() else one, step)]
     if kind == "two at once":
         return [killed_soon(one, step), killed_soon(other, step)]
     return [killed_soon(one, step), killed_soon(other, step, random.uniform(0.0, 0.06))]
 
 
 random_kills = pytest.mark.parametrize(
-    "kind", ["0", "1", "2", "3", "two at once", "during the forming"]
+    "kind", ["0", "1", "2", "3", "two at once", "during the forming", "accumulates"]
 )
 
 
@@ -219,12 +251,14 @@ def check_random_kills(run: Callable[..., Any], folder: Path, kind: str, times: 
         faults = [fault for turn in turns for fault in faults_of(kind, turn)]
         here.mkdir()
         epochs = (SPACING * len(turns)) // (ROWS // BATCH // 4) + 4
-        values = run(partial(train_on, here, faults, epochs=epochs, size=4))
+        accumulates = kind == "accumulates"
+        train = partial(train_on, here, faults, epochs=epochs, size=4, accumulates=accumulates)
+        values = run(train)
         try:
             done = len(list(here.glob("fault.*")))
             assert done > 0.8 * len(faults), "replacements had joined before their own faults"
             check_survivors(here, values, {fault.number for fault in faults})
-            check(here, values)
+            check(here, values, accumulates)
         except AssertionError as error:
             error.add_note(f"{faults} in {here}")
             raise
@@ -264,10 +298,10 @@ def test_the_others_go_on_without_the_first_node(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("node", range(2))
 @pytest.mark.timeout(60 * TIMES + 60)
-def test_random_kills_of_a_node(tmp_path: Path, node: int) -> None:
+def test_random_kills_of_a_node(tmp_path: Path) -> None:
     for turn in range(TIMES):
+        node = turn % 2
         folder = tmp_path / str(turn)
         folder.mkdir()
         faults = [killed_soon(2 * node + random.randrange(2), 18, above=NODE)]

@@ -48,7 +48,8 @@ class Membership:
     def __init__(self, num_ranks: int, least: int = 1, keeps_all: bool = True) -> None:
         self._least, self._keeps_all = least, keeps_all
         self.store = "", 0
-        self.current = Members(0, tuple(range(num_ranks)))
+        self._since = dict.fromkeys(range(num_ranks), 0)
+        self.current = Members(0, tuple(range(num_ranks)), since=tuple(self._since.items()))
         self.finished: set[int] = set()
         self._has_value = False  # of a rank that was rank 0 at its end
         self.refusal: str | None = None
@@ -95,7 +96,8 @@ class Membership:
         """Go on without ranks; return the members, which are the same if none had joined."""
         lost = {each.origin.rank for each in failures}
         self._ready -= lost
-        if lost & set(self.current.numbers):
+        if lost & {*self.current.numbers, *self.finished}:
+            self.finished -= lost
             self.pending += failures
             self._able -= lost
             self._lose(lost)
@@ -157,10 +159,17 @@ class Membership:
         return self.current.change == "end" or self._formed >= set(self.current.numbers)
 
     def _lose(self, lost: set[int]) -> None:
-        """Have the others form a group at once, with those that are ready to join."""
-        left = set(self.current.numbers) - lost - self.finished
-        if self._remaining(left):
-            self._change(left | self._ready, "loss")
+        """Have the others form a group at once; some may do so between two steps.
+
+        Ranks join later, as they need a step of all.
+        """
+        before = set(self.current.numbers)
+        left = self._remaining(before - lost)
+        self._ready |= before - lost - left - self.finished
+        for rank in lost | self._ready:
+            self._since.pop(rank, None)
+        if left:
+            self._change(left, "loss")
         else:
             self._change(self.finished, "end")
 
@@ -192,6 +201,9 @@ class Membership:
         generation = self.current.generation + 1
         joining = self._joining | dict.fromkeys(numbers - {*self.current.numbers}, generation)
         self._joining = {rank: joining[rank] for rank in joining.keys() & numbers}
-        self.current = Members(generation, tuple(sorted(numbers)), change, self.store)
+        for rank in numbers:
+            self._since.setdefault(rank, generation)
+        since = tuple(sorted(self._since.items()))
+        self.current = Members(generation, tuple(sorted(numbers)), change, self.store, since)
         self._formed = set()
         self._ready -= numbers

@@ -156,6 +156,7 @@ class DriverSink:
         if settings.log_dir is not None:
             self._files = LogFiles(settings.log_dir, run.spec.run_id, attempt.number)
         self._listeners = listeners
+        self._num_reports = 0
         self._readers: defaultdict[tuple[int, Source], Reader] = defaultdict(Reader)
 
     def __enter__(self) -> DriverSink:
@@ -204,6 +205,9 @@ class DriverSink:
         elif isinstance(record, RanksUse):
             events.note_use(record)
         elif isinstance(record, Reported):
+            if record.number <= self._num_reports:
+                return  # a rank was lost that has sent it, and others have made it again
+            self._num_reports = record.number
             self._attempt.progress.checkpoints += record.checkpoint is not None
             events.add_report(
                 {

@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
@@ -32,10 +33,10 @@ from distributor._compat.torch import (
 )
 from distributor.rank.messages import MemberState
 
-FORMING_SECONDS = 1.0
+FORMING_SECONDS, FORMING_SECONDS_PER_RANK = 0.3, 0.02
 """Seconds for a group to form; a member that is lost meanwhile costs that. Doubled each time."""
 NCCL_FORMING_SECONDS = 10.0
-"""The same with NCCL, which needs seconds to begin if the state is copied."""
+"""The same with NCCL, which needs seconds to begin."""
 WAITING_SECONDS = 15.0
 """Seconds until a rank asks for other members, because it has waited in vain."""
 LIMIT_SECONDS, NCCL_LIMIT_SECONDS = 1800.0, 600.0
@@ -55,21 +56,28 @@ formed, or the end of all members, so that none can join them."""
 class Members(NamedTuple):
     """The members of a generation, by their numbers; their ranks are the positions here.
 
-    `store` is the address of the store through which they find each other.
+    `store` is the address of the store through which they find each other. `since` has the
+    generation in which each of them has joined, and each rank that has finished: a number may be
+    that of several processes, one after the other.
     """
 
     generation: int
     numbers: tuple[int, ...]
     change: Change = "loss"
     store: tuple[str, int] = ("", 0)
+    since: tuple[tuple[int, int], ...] = ()
 
     def to_line(self) -> bytes:
         return json.dumps(self).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> Members:
-        generation, numbers, change, store = json.loads(line)
-        return cls(generation, tuple(numbers), change, tuple(store))
+        generation, numbers, change, store, since = json.loads(line)
+        return cls(generation, tuple(numbers), change, tuple(store), tuple(map(tuple, since)))
+
+
+Party = tuple[tuple[int, int], ...]
+"""Members that exchange values between their steps, each with the generation of its joining."""
 
 
 class Model(Protocol):
@@ -126,6 +134,11 @@ class Membership:
         The number of the group that has formed last.
     is_void : bool
         Whether the latest step has changed nothing, and is done again.
+    num_passes : int
+        Passes over data in progress that give out the batch of a step again that has changed
+        nothing.
+    num_collectives : int
+        Collectives of ``distributor.train`` that this rank has completed.
     """
 
     def __init__(
@@ -139,16 +152,17 @@ class Membership:
     ) -> None:
         self.rank, self.size = number, size
         self.steps = NEWCOMER if joins else 0
-        self._held = self.steps  # by the state of this rank; NEWCOMER while it is not whole
         self.generation = 0
         self.is_void = False
+        self._is_ahead = False  # of another member, in this step
         self.joins = joins
         self.refusal: str | None = None
         self._number = number
         self._send = send
         self._connect = connect
         self._news = threading.Condition()
-        self._members = self._notice = Members(0, tuple(range(size)), store=store)
+        since = ((number, NEWCOMER),) if joins else tuple((each, 0) for each in range(size))
+        self._members = self._notice = Members(0, tuple(range(size)), store=store, since=since)
         self._has_failed = False
         self._waiting: dict[Any, Any] = {}  # futures, and what they are completed with
         self._uses_nccl = False
@@ -164,8 +178,9 @@ class Membership:
         self._schedulers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._followers: list[tuple[weakref.ref[Follower], bool]] = []
         self._undo: list[tuple[Follower, Any]] = []
-        self._num_exchanges = 0
         self._is_fresh = True  # no forward pass has followed the latest step
+        self._thread: int | None = None  # of the program, which makes its steps
+        self.num_passes = self.num_collectives = 0
 
     # What the driver decides, on the thread of the control channel
 
@@ -179,44 +194,17 @@ class Membership:
                 self._publish(members)
             self._news.notify_all()
         if self.is_broken:
-            if self._num_exchanges:
-                self._refuse_exchange()
             self._release()
 
     @property
     def is_broken(self) -> bool:
         """Whether the group has to be left, or a collective of it has failed."""
-        newest = self._notice
-        is_left = newest.generation > self.generation and newest.change == "loss"
-        return self._has_failed or is_left
+        return self._has_failed or self._is_left
 
     @property
-    def store(self) -> tuple[str, int]:
-        """The address of the store of the group that has formed last."""
-        return self._members.store
-
-    def begin_exchange(self) -> None:
-        """Note that this rank waits for all members outside of steps, and for lost ones in vain."""
-        with self._news:
-            self._num_exchanges += 1
-        if self.is_broken:
-            self._refuse_exchange()
-
-    def end_exchange(self, *_: object) -> None:
-        with self._news:
-            self._num_exchanges -= 1
-
-    @contextlib.contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Surround such a wait."""
-        self.begin_exchange()
-        try:
-            yield
-        finally:
-            self.end_exchange()
-
-    def _refuse_exchange(self) -> None:
-        self.refuse("a rank was lost during a report or a collective of distributor.train")
+    def _is_left(self) -> bool:
+        newest = self._notice
+        return newest.generation > self.generation and newest.change == "loss"
 
     # What the program has
 
@@ -228,6 +216,7 @@ class Membership:
 
     def finish(self) -> None:
         """Report that this rank's program has returned: it leaves, and is not lost."""
+        self._thread = None
         self._send(MemberState("finished", rank=self.rank))
 
     def follow_model(self, model: Model) -> None:
@@ -249,7 +238,7 @@ class Membership:
             follower.load(saved)
         self._undo = []
         begins, self._is_fresh = self._is_fresh, False
-        self.is_void = self._has_formed = False
+        self.is_void = self._is_ahead = self._has_formed = False
         return begins
 
     # The communication hook of DDP
@@ -259,9 +248,8 @@ class Membership:
         import torch.distributed as dist
 
         buffer, size = bucket.buffer(), len(self._members.numbers)
-        return self._start(
-            buffer, lambda: dist.all_reduce(buffer, async_op=True), lambda: buffer.div_(size)
-        )
+        group: Any = dist.group.WORLD  # `dist.all_reduce` takes more time
+        return self._start(buffer, lambda: group.allreduce([buffer]), lambda: buffer.div_(size))
 
     def copy_buffers(self, module: Any) -> None:
         """Copy the buffers of rank 0, as DDP does; never fails, but notes a failure."""
@@ -330,9 +318,57 @@ class Membership:
             self._has_failed = True
         return self._has_failed
 
+    # Reports and collectives of ``distributor.train``, which wait for all members between steps
+
+    @property
+    def party(self) -> Party:
+        """The members of this rank's group, and those that may still finish their reports."""
+        return self._members.since
+
+    @property
+    def store(self) -> tuple[str, int]:
+        """The address of the newest members' store."""
+        return self._notice.store
+
+    def is_apart(self) -> bool:
+        """Return whether this rank makes no report or collective now, because others do not.
+
+        It has not joined them, or does a step again, which another one has not begun yet.
+        """
+        if self._thread not in (None, threading.get_ident()):  # ranks join between any two of them
+            self.refuse("a thread that makes no steps reports, or calls a collective")
+        return self.joins or (self.is_void and self._is_ahead and self.refusal is None)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the program does its latest iteration again, and what it reports in it."""
+        return self.is_void and self.num_passes > 0
+
+    def left_of(self, party: Party) -> Party:
+        """Return those of a party that are not lost."""
+        return tuple(sorted({*party} & {*self._notice.since}))
+
+    def place_in(self, party: Party) -> int:
+        """Return this rank's place among them."""
+        return [number for number, _ in party].index(self._number)
+
+    def attend(self) -> None:
+        """Form a group while this rank waits for all members, if a member is lost.
+
+        Another one may be in a step, in which it waits for that group.
+        """
+        if self._thread != threading.get_ident() or not self._is_left or self.refusal is not None:
+            return
+        optimizer = self._optimizer and self._optimizer()
+        if not self._is_fresh:
+            self.refuse("a rank was lost during a report or a collective in the midst of a step")
+        elif optimizer is not None:
+            self._form(optimizer)
+
     # Before and after each step of the optimizer
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._thread = threading.get_ident()
         if self.refusal is None:
             self._await_works()
         self._works.clear()  # they keep the group alive
@@ -342,7 +378,12 @@ class Membership:
             self._begun += 1
             is_new = self._notice.generation > self.generation and self._notice.change == "growth"
         if self.is_broken or self.joins or (is_new and self._is_growth_due()):
+            before, joins = self.steps, self.joins
             self._form(optimizer)
+            self._has_formed, self.is_void = True, joins or self.steps == before
+            if self.is_void:
+                undone = self._living_followers(undone=True)
+                self._undo = [(follower, follower.save()) for follower in undone]
             optimizer.zero_grad(set_to_none=True)
 
     def _await_works(self) -> None:
@@ -356,12 +397,11 @@ class Membership:
                 waited = time.monotonic() - began
                 if waited > NCCL_LIMIT_SECONDS:
                     self._has_failed = True
-                time.sleep(min(POLL_SECONDS, waited / 10))
+                pause(began, POLL_SECONDS)
 
     def after_step(self, *_: object) -> None:
         if self.refusal is None and not self._has_formed:
             self.steps += 1
-            self._held = self.steps
             if not self._is_ready:
                 self._is_ready = True
                 self._send(MemberState("able"))
@@ -438,7 +478,8 @@ class Membership:
         assert self._model is not None
         if dist.is_initialized():
             self._uses_nccl = "nccl" in dist.get_backend_config()
-        seconds, before = NCCL_FORMING_SECONDS if self._uses_nccl else FORMING_SECONDS, self.steps
+        base = NCCL_FORMING_SECONDS if self._uses_nccl else FORMING_SECONDS
+        factor = 1
         if self.joins:
             self._send(MemberState("ready"))
         while True:
@@ -449,7 +490,7 @@ class Membership:
             if not self._have_come(members):
                 continue
             try:
-                limit = timedelta(seconds=seconds)
+                limit = timedelta(seconds=factor * (base + FORMING_SECONDS_PER_RANK * self.size))
                 group = f"distributor/group/{self.generation}"
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo",
@@ -458,24 +499,20 @@ class Membership:
                     world_size=self.size,
                     timeout=limit,
                 )
-                self._catch_up(optimizer)
                 limit_group(LIMIT_SECONDS)
+                self._catch_up(optimizer)
             except RuntimeError:
                 forget_failed_group()
                 self._send(MemberState("unformed", generation=members.generation))
-                seconds *= 2
+                factor *= 2
                 continue
             break
         self._send(MemberState("formed", generation=self.generation))
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(self.rank), str(self.size)
         self._model.enter()
-        self.is_void = self.steps == before or self.joins
-        self._has_formed, self.joins = True, False
+        self.joins = False
         for follower in self._living_followers():
             follower.on_members(self.rank, self.size)
-        if self.is_void:
-            undone = self._living_followers(undone=True)
-            self._undo = [(follower, follower.save()) for follower in undone]
 
     def _await_members(self) -> Members:
         """Return members that are newer than the group, and have this rank."""
@@ -496,18 +533,14 @@ class Membership:
 
     def _have_come(self, members: Members) -> bool:
         """Wait until all members form this group; return False if there are newer members."""
-        names = [f"here/{number}" for number in members.numbers]
-        due = time.monotonic() + WAITING_SECONDS
+        names, began = [f"here/{number}" for number in members.numbers], time.monotonic()
         with contextlib.suppress(RuntimeError):  # the store is lost: newer members follow
             store = self._store_for(members)
             store.set(f"here/{self._number}", "")
             while self._notice.generation <= members.generation:
                 if store.check(names):
                     return True
-                if time.monotonic() > due:
-                    due += WAITING_SECONDS
-                    self._send(MemberState("unformed", generation=members.generation))
-                time.sleep(POLL_SECONDS)
+                pause(began)
         return False
 
     def _catch_up(self, optimizer: Any) -> None:
@@ -517,25 +550,35 @@ class Membership:
 
         assert self._model is not None
         steps = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(steps, torch.tensor([self._held]))
+        self._await([dist.all_gather(steps, torch.tensor([self.steps]), async_op=True)])
         held = [int(each) for each in steps]
         latest, source = max(held), held.index(max(held))
-        is_source = source == self.rank
+        # Also of one that has caught up since, in a group that has not formed here.
+        self._is_ahead = self._is_ahead or any(NEWCOMER < each < self.steps for each in held)
         if latest == NEWCOMER:
             self._give_up("the rank was lost from which the others were copying the state")
-        if self._held == latest:
+        if self.steps == latest and not self._is_fresh:
             self._model.restore_buffers()
-        else:
-            self._held = NEWCOMER  # if the source is lost now
-        for buffer in self._model.module.buffers():
-            _broadcast(buffer, source)
-        if min(held) < latest:
-            for parameter in self._model.module.parameters():
-                _broadcast(parameter.data, source)
-            _copy_optimizer(optimizer, source, is_source, self.joins)
+        is_source, is_behind, module = source == self.rank, min(held) < latest, self._model.module
+        state = known = None
+        tensors = [each.data for each in module.buffers()]
+        if is_behind:
+            optimizer.zero_grad(set_to_none=True)  # the copies take their memory
+            tensors += [each.data for each in module.parameters()]
+            state = self._state_of_optimizer(optimizer, source)
+        copies = tensors if is_source else [torch.empty_like(each) for each in tensors]
+        self._broadcast(copies, source)
         if NEWCOMER in held:
-            self._copy_followers(source, is_source, latest)
-        self.steps = self._held = latest
+            known = self._shared(self._known() if is_source else None, source)
+        # Nothing is changed before all has come: if the source is lost, this rank has its own.
+        if not is_source:
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+            if state is not None:
+                optimizer.load_state_dict(state)
+        if self.joins:
+            self._take_over(known, latest)
+        self.steps = latest
 
     def _give_up(self, reason: str) -> NoReturn:
         """Wait to be ended: the driver restarts all ranks."""
@@ -543,26 +586,85 @@ class Membership:
         while True:
             time.sleep(WAITING_SECONDS)
 
-    def _copy_followers(self, source: int, is_source: bool, latest: int) -> None:
+    def _await(self, works: Iterable[Any]) -> None:
+        """Wait for collectives of a group that forms; raise RuntimeError if a member is lost."""
+        for work in works:
+            began = time.monotonic()
+            while not work.is_completed():
+                if self.is_broken:
+                    raise RuntimeError("a member is lost")
+                pause(began, POLL_SECONDS)
+            work.wait()
+
+    def _broadcast(self, tensors: Sequence[Any], source: int) -> None:
+        """Copy tensors of any type and layout."""
+        import torch
         import torch.distributed as dist
 
-        schedulers, followers = list(self._schedulers), self._living_followers()
-        box: list[Any] = [None]
-        if is_source:
-            saved = [follower.save() for follower in followers]
-            box = [(saved, [scheduler.state_dict() for scheduler in schedulers])]
-        dist.broadcast_object_list(box, source)
-        if self.joins:
-            saved, states = box[0]
-            for follower, each in zip(followers, saved, strict=False):
-                follower.load(each)
-            for scheduler, state in zip(schedulers, states, strict=False):
-                scheduler.load_state_dict(state)
-                self._schedulers[scheduler] = latest
+        wholes = [each.contiguous() for each in tensors]
+        flat = [whole.reshape(-1).view(torch.uint8) for whole in wholes]
+        self._await([dist.broadcast(each, source, async_op=True) for each in flat])
+        for tensor, whole in zip(tensors, wholes, strict=True):
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+    def _shared(self, value: Any, source: int) -> Any:
+        """Return the object of a rank."""
+        import torch
+
+        own = bytearray(pickle.dumps(value) if source == self.rank else b"")
+        size = torch.tensor([len(own)])
+        self._broadcast([size], source)
+        data = torch.frombuffer(own or bytearray(int(size)), dtype=torch.uint8)
+        self._broadcast([data], source)
+        return pickle.loads(data.numpy().tobytes())
+
+    def _state_of_optimizer(self, optimizer: Any, source: int) -> Any:
+        """Return the state of a rank's optimizer; its hyperparameters only if this rank is new.
+
+        Another rank has its own, and its scheduler changes them itself after this step.
+        """
+        import torch
+
+        found, is_source = optimizer.state_dict(), source == self.rank
+        values = {
+            (number, name): value
+            for number, values in found["state"].items()
+            for name, value in values.items()
+        }
+        kinds = {key for key, value in values.items() if torch.is_tensor(value)}
+        plain = {key: _layout_of(each) if key in kinds else each for key, each in values.items()}
+        plain, kinds, groups = self._shared((plain, kinds, found["param_groups"]), source)
+        tensors = {key: values[key] if is_source else _empty(*plain[key]) for key in sorted(kinds)}
+        self._broadcast(list(tensors.values()), source)
+        state: dict[int, dict[str, Any]] = {}
+        for (number, name), value in (plain | tensors).items():
+            state.setdefault(number, {})[name] = value
+        return {"state": state, "param_groups": groups if self.joins else found["param_groups"]}
+
+    def _known(self) -> Any:
+        """Return what a rank that joins must know."""
+        undone = {id(follower): saved for follower, saved in self._undo}
+        saved = [undone.get(id(each)) or each.save() for each in self._living_followers()]
+        states = [scheduler.state_dict() for scheduler in self._schedulers]
+        return saved, states, self.num_collectives
+
+    def _take_over(self, known: Any, latest: int) -> None:
+        saved, states, self.num_collectives = known
+        for follower, each in zip(self._living_followers(), saved, strict=False):
+            follower.load(each)
+        for scheduler, state in zip(list(self._schedulers), states, strict=False):
+            scheduler.load_state_dict(state)
+            self._schedulers[scheduler] = latest
 
     def _living_followers(self, undone: bool = False) -> list[Follower]:
         known = (reference() for reference, undo in self._followers if undo or not undone)
         return [follower for follower in known if follower is not None]
+
+
+def pause(began: float, most: float = 0.05) -> None:
+    """Sleep for a part of the time since `began`, in monotonic seconds, before another look."""
+    time.sleep(min(most, max(POLL_SECONDS, time.monotonic() - began) / 10))
 
 
 def _leave_group(aborts: bool) -> None:
@@ -580,49 +682,11 @@ def _leave_group(aborts: bool) -> None:
     threading.Thread(target=groups.clear, name="left-group", daemon=True).start()
 
 
-def _broadcast(tensor: Any, source: int) -> None:
-    """Copy a tensor of any type and layout."""
-    import torch
-    import torch.distributed as dist
-
-    whole = tensor.contiguous()
-    dist.broadcast(whole.reshape(-1).view(torch.uint8), source)
-    if whole.data_ptr() != tensor.data_ptr():
-        tensor.copy_(whole)
-
-
-def _copy_optimizer(optimizer: Any, source: int, is_source: bool, whole: bool) -> None:
-    """Copy an optimizer's state from a rank; its hyperparameters only to a rank that is new.
-
-    Another rank has its own, and its scheduler changes them itself after this step.
-    """
-    import torch
-    import torch.distributed as dist
-
-    found = optimizer.state_dict()
-    box: list[Any] = [None]
-    if is_source:
-        plain = {
-            (number, name): _layout_of(value) if torch.is_tensor(value) else value
-            for number, values in found["state"].items()
-            for name, value in values.items()
-        }
-        kinds = {key for key in plain if torch.is_tensor(found["state"][key[0]][key[1]])}
-        box = [(plain, kinds, found["param_groups"])]
-    dist.broadcast_object_list(box, source)
-    plain, kinds, groups = box[0]
-    state: dict[int, dict[str, Any]] = {}
-    for (number, name), value in plain.items():
-        if (number, name) in kinds:
-            shape, dtype, device = value
-            empty = torch.empty(shape, dtype=dtype, device=device)
-            value = found["state"][number][name] if is_source else empty
-            _broadcast(value, source)
-        state.setdefault(number, {})[name] = value
-    if not is_source:
-        own = groups if whole else found["param_groups"]
-        optimizer.load_state_dict({"state": state, "param_groups": own})
-
-
 def _layout_of(tensor: Any) -> tuple[Any, Any, str]:
     return tensor.shape, tensor.dtype, tensor.device.type
+
+
+def _empty(shape: Any, dtype: Any, device: str) -> Any:
+    import torch
+
+    return torch.empty(shape, dtype=dtype, device=device)

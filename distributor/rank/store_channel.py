@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 from distributor.core.text import listed
 from distributor.errors import DistributorError, OtherRankFailed
 from distributor.rank.context import connect_store, sealed, unsealed, worker_context
+from distributor.rank.membership import POLL_SECONDS, Membership, Party, pause
 
 RANK_TIMEOUT_SECONDS = 1800.0
 """Seconds that a rank waits for the other ranks to report, as in torch's collectives."""
@@ -40,16 +42,21 @@ class StoreChannel:
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size, self._store = rank, size, store
+        self.party: Party = tuple((each, 0) for each in range(size))
         self._keys: list[str] = []  # that this rank has set in this round
         self._last_keys: list[str] = []  # and in the one before
 
     @classmethod
-    def connect(cls, timeout: float = RANK_TIMEOUT_SECONDS) -> StoreChannel:
-        """Return this rank's channel, with a connection of its own and a limit for each answer."""
-        prefix, address = "distributor/train", None
+    def connect(
+        cls, timeout: float = RANK_TIMEOUT_SECONDS, party: Party | None = None
+    ) -> StoreChannel:
+        """Return this rank's channel, with a connection of its own and a limit for each answer.
+
+        It is that of a party, by default of all members, in a run whose survivors go on.
+        """
         if members := worker_context().membership:
-            prefix, address = f"{prefix}/{members.generation}", members.store
-        store = connect_store(prefix, address, timeout=timedelta(seconds=timeout))
+            return MemberChannel(members, members.party if party is None else party)
+        store = connect_store("distributor/train", timeout=timedelta(seconds=timeout))
         # The function of `ray_launch` is a rank without these variables.
         rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         return cls(int(rank), int(size), store)
@@ -89,18 +96,27 @@ class StoreChannel:
         return [rank for rank, key in keys.items() if not self.has(key)]
 
     def has(self, key: str) -> bool:
+        return self._have([key])
+
+    def _have(self, keys: list[str]) -> bool:
         with self._uses_store():
-            return bool(self._store.check([key]))
+            return bool(self._store.check(keys))
 
     def set(self, key: str, value: Any) -> None:
         """Set a value for all ranks; used by rank 0 for its decisions."""
+        data = self._stored(key, value)
+        with self._uses_store():
+            self._store.set(key, data)
+
+    def _stored(self, key: str, value: Any) -> bytes:
+        """Return the data for a value's key; store the value in parts if it is large."""
         data = sealed(key, json.dumps(value).encode())
         parts = _parts(key, -(-len(data) // PART_BYTES)) if len(data) > PART_BYTES else []
         self._keys += [key, *parts]
         with self._uses_store():
             for number, part in enumerate(parts):
                 self._store.set(part, data[number * PART_BYTES : (number + 1) * PART_BYTES])
-            self._store.set(key, b"%s%d" % (_PARTS, len(parts)) if parts else data)
+        return b"%s%d" % (_PARTS, len(parts)) if parts else data
 
     @contextlib.contextmanager
     def _uses_store(self) -> Iterator[None]:
@@ -159,35 +175,44 @@ class StoreChannel:
         `value` is this rank's contribution; `decide` is called on rank 0 with those of all ranks.
         A DistributorError is raised on all ranks, also if `decide` raises it.
         """
-        self.set_own(key, {"value": value})
-        # Rank 0 may take `timeout` itself, because it waits for the other ranks. Therefore their
-        # own time starts anew when rank 0 has reached this call.
-        if self.rank == 0:
-            self._set_decision(key, decide, timeout)
-        else:
-            self.get(f"{key}/begun", timeout)
-        decision: dict[str, Any] = self.get(key, timeout + READ_SECONDS)
+        decision = self._await_decision(key, value, decide, timeout)
         for name, kind in (("failed", OtherRankFailed), ("error", DistributorError)):
             if name in decision:
                 self.await_readers(key)
                 raise kind(decision[name])
         return decision["value"]
 
-    def _set_decision(self, key: str, decide: Callable[[list[Any]], Any], timeout: float) -> None:
+    def _await_decision(
+        self, key: str, value: Any, decide: Callable[[list[Any]], Any], timeout: float
+    ) -> Any:
+        self.set_own(key, {"value": value})
+        # Rank 0 may take `timeout` itself, because it waits for the other ranks. Therefore their
+        # own time starts anew when rank 0 has reached this call.
+        if self.rank == 0:
+            self._decide(key, decide, timeout)
+        else:
+            self.get(f"{key}/begun", timeout)
+        return self.get(key, timeout + READ_SECONDS)
+
+    def _decide(self, key: str, decide: Callable[[list[Any]], Any], timeout: float) -> None:
         self.set(f"{key}/begun", None)
         try:
             offers = self.gather(key, timeout)
             if left := [each["left"] for each in offers if "left" in each]:
                 raise DistributorError(_alone(left))
-            self.set(key, {"value": decide([each["value"] for each in offers])})
-        except ConnectionError:
+            self._set_decision(key, {"value": decide([each["value"] for each in offers])})
+        except (ConnectionError, _MemberLost):
             raise
         except DistributorError as error:
-            self.set(key, {"error": str(error)})
+            self._set_decision(key, {"error": str(error)})
         except Exception as error:  # the others do not wait for what does not come
-            self.set(key, {"failed": f"Rank 0 failed: {type(error).__name__}: {error}"})
+            failed = f"Rank 0 failed: {type(error).__name__}: {error}"
+            self._set_decision(key, {"failed": failed})
             self.await_readers(key)
             raise
+
+    def _set_decision(self, key: str, decision: Mapping[str, Any]) -> None:
+        self.set(key, decision)
 
     def barrier(self, key: str) -> None:
         self.agree(key, None, lambda _: None)
@@ -198,7 +223,7 @@ class StoreChannel:
         Rank 0 raises the error too, and the store ends with it: a rank that had not read the error
         would raise a `ConnectionError` instead.
         """
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, _MemberLost):
             self.set(f"{key}/read/{self.rank}", None)
             if self.rank == 0:
                 keys = {rank: f"{key}/read/{rank}" for rank in range(self.size)}
@@ -211,6 +236,69 @@ class StoreChannel:
             self.set(key, {"error": _alone([f"rank 0 {why}"])})
         else:
             self.set_own(key, {"left": f"rank {self.rank} {why}"})
+
+
+class _MemberLost(Exception):
+    """A rank that takes part in an agreement is lost before there is a decision."""
+
+
+class MemberChannel(StoreChannel):
+    """A channel of members that make a decision again, without those that are lost.
+
+    The first thing that is set for a decision is valid for all of them: the decision, or that there
+    is none in this party. So no member goes on with a decision that others do not know.
+    """
+
+    def __init__(self, members: Membership, party: Party) -> None:
+        self._members = members
+        self._enter(party)
+
+    def _enter(self, party: Party) -> None:
+        prefix = f"distributor/train/{hashlib.sha256(repr(party).encode()).hexdigest()}"
+        limit = timedelta(seconds=RANK_TIMEOUT_SECONDS)
+        store = connect_store(prefix, self._members.store, timeout=limit)
+        super().__init__(self._members.place_in(party), len(party), store)
+        self.party = party
+
+    def missing(self, keys: dict[int, str], deadline: float) -> list[int]:
+        began, names = time.monotonic(), list(keys.values())
+        while not self._have(names):
+            self._members.attend()
+            if self._members.left_of(self.party) != self.party:
+                raise _MemberLost
+            if time.monotonic() > deadline:
+                return [rank for rank, key in keys.items() if not self.has(key)]
+            pause(began)
+        return []
+
+    def _await_decision(
+        self, key: str, value: Any, decide: Callable[[list[Any]], Any], timeout: float
+    ) -> Any:
+        while True:
+            try:
+                decision = super()._await_decision(key, value, decide, timeout)
+            except _MemberLost:
+                self._set_decision(key, {"lost": True})
+                decision = self.get(key)
+            if "lost" not in decision:
+                return decision
+            while (left := self._members.left_of(self.party)) == self.party:
+                time.sleep(POLL_SECONDS)  # another member has known it earlier
+            self._enter(left)
+
+    def _set_decision(self, key: str, decision: Mapping[str, Any]) -> None:
+        data = self._stored(key, decision)
+        with self._uses_store():
+            self._store.compare_set(key, "", data)
+
+    @contextlib.contextmanager
+    def _uses_store(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            reason = "the store was lost during a report or a collective of distributor.train"
+            self._members.refuse(reason)
+            raise ConnectionError(f"Rank {self.rank} has lost a rank, and {reason}.") from error
 
 
 _PARTS = b"parts "

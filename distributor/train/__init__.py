@@ -39,7 +39,7 @@ from distributor.train.result import (
     WorkerGroupError,
 )
 from distributor.train.runtime.report_round import UploadFn
-from distributor.train.runtime.session import session
+from distributor.train.runtime.session import repeats, session
 from distributor.train.storage.checkpoint import (
     Checkpoint,
     CheckpointConsistencyMode,
@@ -214,9 +214,10 @@ def report(
     if isinstance(validation, ValidationTaskConfig):
         validation.check()
         requested = asdict(validation)
-    session.reporter.report(
-        metrics, checkpoint, checkpoint_dir_name, mode, delete, checkpoint_upload_fn, requested
-    )
+    if not repeats():
+        session.reporter.report(
+            metrics, checkpoint, checkpoint_dir_name, mode, delete, checkpoint_upload_fn, requested
+        )
 
 
 def get_checkpoint() -> Checkpoint | None:

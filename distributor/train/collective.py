@@ -1,7 +1,7 @@
 """Small collectives of the ranks of a run, under the names of ``ray.train.collective``.
 
-They need no process group of torch, and can be called on any thread. Every rank must make the same
-calls in the same order.
+They need no process group of torch, and can be called on any thread; with ``recovery="in_place"``,
+only on that of the optimizer's steps. Every rank must make the same calls in the same order.
 """
 
 from __future__ import annotations

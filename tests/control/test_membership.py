@@ -16,6 +16,11 @@ def able(ranks: int = 3) -> Membership:
     return members
 
 
+def plain(members: Members | None) -> Members | None:
+    """Return members without the generations in which they have joined."""
+    return members and members._replace(since=())
+
+
 def failure(rank: int, step: int | None = None, collateral: bool = False) -> Failure:
     return Failure(
         origin=Origin(rank=rank, local_rank=rank, host="host"),
@@ -54,22 +59,22 @@ def test_only_the_loss_of_a_rank_that_all_are_prepared_for_is_survived() -> None
 
 def test_a_lost_rank_leaves_and_another_joins_with_its_number() -> None:
     members, lost = able(), failure(1)
-    assert members.lose([lost]) == Members(1, (0, 2))
+    assert plain(members.lose([lost])) == Members(1, (0, 2))
     assert members.pending == [lost]
-    assert members.lose([failure(1)]) == Members(1, (0, 2)), "the replacement had not joined"
+    assert plain(members.lose([failure(1)])) == Members(1, (0, 2)), "the replacement had not joined"
     for rank in (0, 2):
         assert members.pending == [lost], "until all have formed the group"
         members.note(rank, MemberState("formed", generation=1))
     assert members.pending == []
     assert members.numbers == [0, 2]
-    assert members.note(1, MemberState("ready")) == Members(2, (0, 1, 2), "growth")
+    assert plain(members.note(1, MemberState("ready"))) == Members(2, (0, 1, 2), "growth")
     assert members.reason_to_restart([failure(0)]) is None, "a new one is able when it joins"
 
 
 def test_a_group_that_does_not_form_has_a_successor() -> None:
     members = able()
     members.lose([failure(2)])
-    assert members.note(0, MemberState("unformed", generation=1)) == Members(2, (0, 1))
+    assert plain(members.note(0, MemberState("unformed", generation=1))) == Members(2, (0, 1))
     assert members.note(1, MemberState("unformed", generation=1)) is None, "an old one"
     assert members.note(0, MemberState("formed", generation=1)) is None
     members.note(1, MemberState("formed", generation=2))
@@ -88,33 +93,33 @@ def test_a_rank_that_joins_has_nothing_to_go_on_with() -> None:
 def test_members_that_have_finished_are_not_waited_for() -> None:
     members = able()
     members.note(0, MemberState("finished"))
-    assert members.lose([failure(1)]) == Members(1, (2,))
+    assert plain(members.lose([failure(1)])) == Members(1, (2,))
     assert members.numbers == [0, 2], "rank 0 returns the value"
-    assert members.note(2, MemberState("finished")) == Members(2, (0, 2), "end")
+    assert plain(members.note(2, MemberState("finished"))) == Members(2, (0, 2), "end")
     assert members.note(1, MemberState("ready")) is None, "it comes too late"
 
     members = able()
     members.note(0, MemberState("finished"))
-    assert members.note(1, MemberState("waiting")) == Members(1, (1, 2))
+    assert plain(members.note(1, MemberState("waiting"))) == Members(1, (1, 2))
     for rank in (1, 2):
         members.note(rank, MemberState("formed", generation=1))
-    assert members.note(3, MemberState("ready")) == Members(2, (1, 2, 3), "growth")
+    assert plain(members.note(3, MemberState("ready"))) == Members(2, (1, 2, 3), "growth")
 
     members = able()
-    assert members.lose([failure(2)]) == Members(1, (0, 1))
-    assert members.note(0, MemberState("finished")) == Members(2, (1,)), "they form no group"
+    assert plain(members.lose([failure(2)])) == Members(1, (0, 1))
+    assert plain(members.note(0, MemberState("finished"))) == Members(2, (1,)), "they form no group"
 
     members = able(2)
     members.note(0, MemberState("finished"))
     assert members.reason_to_restart([failure(1)]) is None
-    assert members.lose([failure(1)]) == Members(1, (0,), "end")
+    assert plain(members.lose([failure(1)])) == Members(1, (0,), "end")
 
 
 def test_a_run_ends_although_a_rank_is_about_to_join() -> None:
     members = without(2)
-    assert members.note(2, MemberState("ready")) == Members(2, (0, 1, 2), "growth")
-    assert members.note(0, MemberState("finished")) == Members(3, (1, 2), "growth")
-    assert members.note(1, MemberState("finished")) == Members(4, (0, 1), "end")
+    assert plain(members.note(2, MemberState("ready"))) == Members(2, (0, 1, 2), "growth")
+    assert plain(members.note(0, MemberState("finished"))) == Members(3, (1, 2), "growth")
+    assert plain(members.note(1, MemberState("finished"))) == Members(4, (0, 1), "end")
 
 
 def test_reports_of_a_group_that_has_formed_may_be_late() -> None:
@@ -125,17 +130,45 @@ def test_reports_of_a_group_that_has_formed_may_be_late() -> None:
         members.note(rank, MemberState("formed", generation=2))
         assert members.note(rank, MemberState("finished")) is None, "rank 2 has formed it, too"
     members.note(2, MemberState("formed", generation=2))
-    assert members.note(2, MemberState("finished")) == Members(3, (0, 1, 2), "end")
+    assert plain(members.note(2, MemberState("finished"))) == Members(3, (0, 1, 2), "end")
     assert members.has_formed, "no group is waited for"
 
 
 def test_a_rank_that_has_joined_has_the_state_although_others_have_been_lost_since() -> None:
     members = without(0)
     members.note(0, MemberState("ready"))
-    assert members.lose([failure(1)]) == Members(3, (0, 2))
+    members.note(2, MemberState("formed", generation=2))
+    assert plain(members.lose([failure(1)])) == Members(3, (0, 2))
+    assert members.current.since == ((0, 2), (2, 0))
     assert members.reason_to_restart([failure(2)]) == "no other rank is left"
     members.note(0, MemberState("formed", generation=2))
     assert members.reason_to_restart([failure(2)]) is None
+
+
+def test_ranks_join_in_a_step_and_not_when_others_are_lost() -> None:
+    """Those form their group between two steps if they wait for a report."""
+    members = able(4)
+    members.lose([failure(0)])
+    members.note(0, MemberState("ready"))
+    for rank in (1, 2, 3):
+        members.note(rank, MemberState("formed", generation=1))
+    assert plain(members.current) == Members(2, (0, 1, 2, 3), "growth")
+    assert plain(members.lose([failure(1)])) == Members(3, (2, 3)), "nobody has formed it"
+    members.note(2, MemberState("formed", generation=3))
+    members.note(3, MemberState("formed", generation=3))
+    assert plain(members.current) == Members(4, (0, 2, 3), "growth")
+    assert members.current.since == ((0, 4), (2, 0), (3, 0))
+
+
+def test_a_rank_that_is_lost_after_it_has_finished_is_not_waited_for() -> None:
+    """The others may wait for it in a report that they make in the background."""
+    members = Membership(3, keeps_all=False)
+    for rank in range(3):
+        members.note(rank, MemberState("able"))
+    for rank in (0, 2):
+        members.note(rank, MemberState("finished"))
+    assert members.reason_to_restart([failure(2)]) is None
+    assert members.lose([failure(2)]).since == ((0, 0), (1, 0))
 
 
 def test_ranks_that_are_lost_together_leave_together() -> None:
@@ -146,11 +179,12 @@ def test_ranks_that_are_lost_together_leave_together() -> None:
     lost = [failure(0), failure(1)]
     assert members.reason_to_restart(lost) is None
     members.store = "host", 1
-    assert members.lose(lost) == Members(1, (2, 3), store=("host", 1))
+    assert plain(members.lose(lost)) == Members(1, (2, 3), store=("host", 1))
     assert members.note(4, MemberState("ready")) is None, "until the others have formed a group"
     members.note(2, MemberState("formed", generation=1))
     grown = members.note(3, MemberState("formed", generation=1))
-    assert grown == Members(2, (2, 3, 4), "growth", ("host", 1)), "a rank that is new has joined"
+    expected = Members(2, (2, 3, 4), "growth", ("host", 1))
+    assert plain(grown) == expected, "a rank that is new has joined"
     members.note(2, MemberState("finished"))
     assert members.reason_to_restart([failure(3)]) is None, "it counts that one has finished"
     assert "a value" in str(members.reason_to_restart([failure(2), failure(3)]))

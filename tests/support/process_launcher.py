@@ -28,6 +28,7 @@ from distributor.node.process.supervisor import Interpreter
 from distributor.programs import program_of
 from distributor.run_spec import RunSpec
 from distributor.serialization.program import Program, in_file
+from distributor.wire import messages
 from distributor.wire.hub import Hub
 from distributor.wire.protocol import rank_secret
 from distributor.wire.tcp_link import TcpLink
@@ -75,7 +76,9 @@ class ProcessLauncher(Launcher):
                 )
             finally:
                 for thread in threads:
-                    thread.join()
+                    while thread.is_alive():  # some nodes may not be connected yet
+                        hub.broadcast(messages.Stop("the run has ended"))
+                        thread.join(0.2)
 
     def describe(self) -> dict[str, object]:
         return {"mode": "processes"}

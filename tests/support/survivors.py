@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from distributor.train import Checkpoint, report
+from distributor.train import Checkpoint, collective, report
 from distributor.train.torch import State, prepare_data_loader, prepare_model
 
 BATCH, ROWS = 12, 240
+STEPS_OF_REPORT = 3
 SETTLING = 10
 """Steps after which the driver knows of ranks that have joined."""
 PAUSE = 0.002
@@ -43,7 +44,7 @@ class Fault:
     number, step : int
         The rank's number when it began, and the step.
     moment : str
-        When it is: "forward" or "step" (the optimizer's).
+        When it is: "forward", "step" (the optimizer's) or "report".
     delay : float or None
         Seconds from then until another thread kills the process; None kills it at once.
     raises, hangs : bool
@@ -115,6 +116,12 @@ def rows() -> TensorDataset:
     return TensorDataset(torch.arange(ROWS), x, x.square().sum(1, keepdim=True))
 
 
+def parts_of(size: int, accumulates: bool) -> list[slice]:
+    """Return the batches whose gradients are accumulated; BatchNorm needs more than one row."""
+    middle = size // 2
+    return [slice(middle), slice(middle, size)] if accumulates and middle > 1 else [slice(size)]
+
+
 def digest(module: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: StepLR) -> str:
     """Return a digest of all bits of the state."""
     found = hashlib.sha256(repr(sorted(scheduler.state_dict().items())).encode())
@@ -133,10 +140,12 @@ def train_on(
     size: int = 0,
     saved: Path | None = None,
     keep_global_batch: bool = False,
+    accumulates: bool = False,
 ) -> dict[str, Any]:
     """Train for some epochs, and until there are as many ranks again; faults wait for these too.
 
-    With a folder `saved`, report each epoch, with a checkpoint in which rank 0 writes a file.
+    With `accumulates`, each step has the gradients of two batches. With a folder `saved`, there are
+    collectives after some steps, and a report with a checkpoint in which rank 0 writes a file.
     """
     torch.set_num_threads(1)
     number, logs = int(os.environ["RANK"]), folder / os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -150,6 +159,9 @@ def train_on(
     settled = turn = 0  # steps since there are as many ranks, and the step of the next faults
 
     def note(*_: object) -> None:
+        if now.get("is noted"):
+            return
+        now["is noted"] = True
         buffers = [buffer.tolist() for buffer in module.buffers()]
         now.update(digest=digest(module, optimizer, scheduler), buffers=buffers)
 
@@ -158,7 +170,12 @@ def train_on(
         while state.epoch < epochs or dist.get_world_size() < size:
             for numbers, x, y in loader:
                 optimizer.zero_grad()
-                loss = (model(x) - y).square().mean()
+                *first, last = parts_of(len(x), accumulates)
+                for part in first:
+                    with model.no_sync():
+                        (model(x[part]) - y[part]).square().mean().backward()
+                loss = (model(x[last]) - y[last]).square().mean()
+                del now["is noted"]
                 step = state.step  # the call of the model may have undone a change of it
                 now.update(at=time.monotonic(), pid=os.getpid(), number=number, step=step)
                 now.update(rank=dist.get_rank(), size=dist.get_world_size(), epoch=state.epoch)
@@ -178,11 +195,10 @@ def train_on(
                 scheduler.step()
                 state.step += 1
                 time.sleep(PAUSE)
-            if saved is not None:
-                if dist.get_rank() == 0:
-                    (saved / "steps").write_text(str(state.step))
-                checkpoint = Checkpoint.from_directory(saved) if dist.get_rank() == 0 else None
-                report({"epoch": state.epoch, "steps": state.step}, checkpoint=checkpoint)
+                if saved is not None and state.step % STEPS_OF_REPORT == 0:
+                    for fault in due:
+                        fault.inject("report", folder)
+                    report_steps(saved, state)
             state.epoch += 1
     return {
         "pid": os.getpid(),
@@ -195,6 +211,16 @@ def train_on(
         "schedule": (scheduler.last_epoch, scheduler.get_last_lr()),
         "parameters": [parameter.tolist() for parameter in module.parameters()],
     }
+
+
+def report_steps(saved: Path, state: State) -> None:
+    """Make collectives, and report how many steps are done."""
+    collective.barrier()
+    assert collective.broadcast_from_rank_zero(state.epoch) == state.epoch
+    if dist.get_rank() == 0:
+        (saved / "steps").write_text(str(state.step))
+    checkpoint = Checkpoint.from_directory(saved) if dist.get_rank() == 0 else None
+    report({"epoch": state.epoch, "steps": state.step}, checkpoint=checkpoint)
 
 
 def records_in(folder: Path, attempt: int = 0) -> list[Record]:
@@ -219,7 +245,7 @@ def history_of(records: Sequence[Record], steps: int) -> list[list[Record]]:
     return history
 
 
-def replay(history: Sequence[Sequence[Record]]) -> list[Any]:
+def replay(history: Sequence[Sequence[Record]], accumulates: bool = False) -> list[Any]:
     """Make the steps again; return the parameters."""
     module, optimizer, scheduler = parts()
     _, x, y = rows().tensors
@@ -237,7 +263,9 @@ def replay(history: Sequence[Sequence[Record]]) -> list[Any]:
         for each in step:
             for buffer, before in zip(buffers, start, strict=True):
                 buffer.copy_(before)
-            (module(x[each.rows]) - y[each.rows]).square().mean().backward()
+            for part in parts_of(len(each.rows), accumulates):
+                own = each.rows[part]
+                (module(x[own]) - y[own]).square().mean().backward()
             ends[each.pid] = [buffer.clone() for buffer in buffers]
         for parameter in module.parameters():
             assert parameter.grad is not None
@@ -254,11 +282,13 @@ def near(found: Sequence[Any], others: Sequence[Any]) -> bool:
     return all(torch.allclose(*pair, rtol=1e-6, atol=1e-6) for pair in doubles)
 
 
-def check(folder: Path, values: Sequence[dict[str, Any]], attempt: int = 0) -> list[list[Record]]:
+def check(
+    folder: Path, values: Sequence[dict[str, Any]], accumulates: bool = False
+) -> list[list[Record]]:
     """Check that no step is lost, and that all members have the same; return the history."""
     values = sorted(values, key=lambda value: int(value["rank"]))
     [steps] = {value["steps"] for value in values}
-    records = records_in(folder, attempt)
+    records = records_in(folder)
     assert steps == 1 + max(each.step for each in records)
     history = history_of(records, steps)
     for step in history:
@@ -277,6 +307,6 @@ def check(folder: Path, values: Sequence[dict[str, Any]], attempt: int = 0) -> l
         assert sorted(used) == list(range(ROWS)), f"epoch {epoch} has each row once"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more of them only wait for each other
-    assert near(replay(history), values[0]["parameters"])
+    assert near(replay(history, accumulates), values[0]["parameters"])
     torch.set_num_threads(threads)
     return history

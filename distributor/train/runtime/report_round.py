@@ -131,9 +131,19 @@ class ReportRounds:
 
     def exchange_over(self, channel: StoreChannel) -> None:
         """Exchange the next reports with the ranks of this channel."""
-        if channel.rank == 0 and not self._is_writer:
-            self._manager.take_over(self.latest)
-        self._channel, self._is_writer = channel, channel.rank == 0
+        if self._is_writer and channel.rank != 0:
+            self._is_writer = False
+            self._manager.write_log()  # another rank goes on from there
+        self._channel = channel
+
+    def _take_over(self) -> None:
+        """On rank 0, go on with the reports of a rank that was lost, as far as it has made them."""
+        if not self._is_writer:
+            self._is_writer = True
+            committed = self._storage.committed()
+            self._manager.take_over(committed[-1][0] if committed else None)
+            indices = [manifest.index for _, manifest in committed]
+            self._next_index = max(self._next_index, 1 + max(indices, default=-1))
 
     def _check_storage(self) -> dict[str, Any]:
         """Check that all ranks share the storage, and return what rank 0 finds there."""
@@ -225,12 +235,14 @@ class ReportRounds:
         committed: str | None = self._channel.agree(
             request.key,
             self._own_part(request, agreed, name),
-            lambda parts: self._commit(request, name, parts),
+            lambda parts: self._commit(request, name, agreed["savers"], parts),
             UPLOAD_TIMEOUT_SECONDS,
         )
         self._channel.delete_keys()
         if committed is not None:
-            self.latest, self._next_index = committed, self._next_index + 1
+            self._next_index += 1
+        if committed:
+            self.latest = committed
             if request.delete_local and request.checkpoint is not None:
                 shutil.rmtree(request.checkpoint.path, ignore_errors=True)
 
@@ -269,6 +281,7 @@ class ReportRounds:
 
     def _decide_name(self, request: ReportRequest, offers: list[dict[str, Any]]) -> dict[str, Any]:
         """Decide the checkpoint's name, and how files become part of it. Rank 0 only."""
+        self._take_over()
         given = (each["name"] for each in offers if each["name"] is not None)
         name = next(given, f"{PREFIX}{self._next_index:06d}")
         for rank, each in enumerate(offers):
@@ -278,6 +291,8 @@ class ReportRounds:
                     f"checkpoint's name is {name!r}. All ranks must report one folder."
                 )
         calls_upload_fn = _calls_upload_fn(offers)
+        with_modes = zip(self._channel.party, offers, strict=True)
+        savers = [member for member, offer in with_modes if offer["mode"]]
         in_place = [each["folder"] == name for each in offers]
         self._free_name(name, keep_files=calls_upload_fn or any(in_place))
         files = _identities_of_local_files(request)
@@ -285,6 +300,7 @@ class ReportRounds:
             "name": name,
             "files of rank 0": dict.fromkeys(files, "") if in_place[0] else files,
             "calls upload fn": calls_upload_fn,
+            "savers": savers,
             "in background": {each["mode"] for each in offers} - {None} == {"ASYNC"},
         }
 
@@ -386,9 +402,26 @@ class ReportRounds:
         self._free_name(name, keep_files=True)
         return {"name": name}
 
-    def _commit(self, request: ReportRequest, name: str, parts: list[dict[str, Any]]) -> str | None:
-        """Commit what ranks have uploaded, and return its name, if it is any. Rank 0 only."""
-        checkpoint = name if any(part["files"] is not None for part in parts) else None
+    def _commit(
+        self,
+        request: ReportRequest,
+        name: str,
+        savers: list[list[int]],
+        parts: list[dict[str, Any]],
+    ) -> str | None:
+        """Commit what ranks have uploaded, and return its name, if it is any. Rank 0 only.
+
+        It is empty if a rank was lost that had a part of the checkpoint.
+        """
+        lost = [number for number, since in savers if (number, since) not in self._channel.party]
+        takes_over = not self._is_writer
+        self._take_over()
+        is_committed = takes_over and self._storage.manifest_of(name) is not None
+        if lost and not is_committed:
+            print(f"distributor: {name} is not stored: rank {lost[0]} was lost.", flush=True)
+            parts = [part | {"files": None} for part in parts]
+        has_files = any(part["files"] is not None for part in parts)
+        checkpoint = name if has_files or is_committed else None
         report = Report(
             number=request.number,
             metrics=parts[0]["metrics"],
@@ -397,7 +430,8 @@ class ReportRounds:
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
         try:
-            self._manager.add(report, self._next_index, parts)
+            if not is_committed:  # by the rank that was lost
+                self._manager.add(report, self._next_index, parts)
         except DistributorError:
             raise
         except Exception as error:
@@ -409,7 +443,7 @@ class ReportRounds:
         preempted, number = parts[0]["preempted"], request.number + 1
         seconds = time.monotonic() - request.began
         worker_context().send(Reported(metrics, path, preempted, number, seconds))
-        return checkpoint
+        return "" if lost and checkpoint is None else checkpoint
 
 
 def assign_among_ranks(channel: StoreChannel, key: str, of_rank_0: Mapping[str, str]) -> Assignment:

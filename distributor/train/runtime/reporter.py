@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 from distributor.core.rank_variables import CheckpointSettings, check_name
@@ -32,6 +34,8 @@ LATE_WARNING_SECONDS = 60.0
 MAX_PENDING = 8  # reports in the background; more would fill the disk if uploads are slow
 POLL_SECONDS = 0.5
 """Seconds between two looks at the results of validations, which the driver writes."""
+ATTENTION_SECONDS = 0.01
+"""Seconds until a rank that waits for a report learns that a member is lost, at most."""
 
 
 class Reporter:
@@ -69,8 +73,8 @@ class Reporter:
         if members is not None:
             members.follow(self, undo=False)
         clock = worker_context().clock
-        self._wait_for_ranks = clock.timing(WAITED)(wait)
-        self._wait_for_report = clock.timing(CHECKPOINT)(Future[None].result)
+        self._wait_for_ranks = clock.timing(WAITED)(self._wait)
+        self._wait_for_report = clock.timing(CHECKPOINT)(self._wait)
         self._number = worker_context().completed_steps = self._rounds.num_reports
         worker_context().register_loader = self.register_loader
         worker_context().add_final_step(self.finish)
@@ -132,21 +136,12 @@ class Reporter:
                 "validation": validation,
             },
         )
-        agreement = self._exchange(self._rounds.agree, request)
-        self._pending.append(self._exchange(self._rounds.run, request, agreement))
+        agreement = self._thread.submit(self._rounds.agree, request)
+        self._pending.append(self._thread.submit(self._rounds.run, request, agreement))
         self._number += 1
         if not self._is_in_background(request, agreement):
             self._wait_for_pending()
         worker_context().completed_steps = self._number
-
-    def _exchange(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call a function on the thread that exchanges values with all ranks."""
-        if self._members is not None:
-            self._members.begin_exchange()
-        exchange = self._thread.submit(function, *args)
-        if self._members is not None:
-            exchange.add_done_callback(self._members.end_exchange)
-        return exchange
 
     def finish(self) -> None:
         """Wait for the reports in the background, and raise the first error among them."""
@@ -163,8 +158,11 @@ class Reporter:
         self._rounds.load(saved)
 
     def on_members(self, rank: int, size: int) -> None:
-        """Exchange reports with the new members, once those with the former ones have ended."""
-        self._thread.submit(lambda: self._rounds.exchange_over(StoreChannel.connect()))
+        """Make reports with the new members, once those with the former ones have ended."""
+        assert self._members is not None
+        party = self._members.party
+        connect = partial(StoreChannel.connect, party=party)
+        self._thread.submit(lambda: self._rounds.exchange_over(connect()))
 
     def latest(self) -> Checkpoint | None:
         """Return the latest checkpoint that exists."""
@@ -178,7 +176,8 @@ class Reporter:
         """
         self._check_thread()
         deadline = None if timeout is None else time.monotonic() + timeout
-        wait(self._pending, timeout)
+        for pending in self._pending:
+            self._wait(pending, math.inf if deadline is None else deadline)
         if validated and self._settings.validates:
             _wait_for_validations(self.storage, deadline)
         return [
@@ -225,7 +224,7 @@ class Reporter:
         """Return whether the program continues before the checkpoint is in storage."""
         if request.mode is CheckpointUploadMode.ASYNC:
             return True
-        self._wait_for_ranks([agreement])
+        self._wait_for_ranks(agreement)
         # A rank without a checkpoint need not wait if the others do not.
         if request.checkpoint is not None or agreement.exception() is not None:
             return False  # the error is raised by the report itself
@@ -234,7 +233,16 @@ class Reporter:
     def _wait_for_pending(self, most: int = 0) -> None:
         """Wait until no more are pending than that; an error of a report that is done is raised."""
         while self._pending and (self._pending[0].done() or len(self._pending) > most):
-            self._wait_for_report(self._pending.pop(0))
+            pending = self._pending.pop(0)
+            self._wait_for_report(pending)
+            pending.result()
+
+    def _wait(self, exchange: Future[Any], deadline: float = math.inf) -> None:
+        if self._members is None:
+            wait([exchange], None if deadline == math.inf else deadline - time.monotonic())
+            return
+        while wait([exchange], ATTENTION_SECONDS).not_done and time.monotonic() < deadline:
+            self._members.attend()
 
 
 def _wait_for_validations(storage: Storage, deadline: float | None) -> None:

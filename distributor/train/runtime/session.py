@@ -40,28 +40,31 @@ class Collectives:
         self._lock = threading.Lock()
         # That of reports may be busy with an upload for hours.
         self._channel: StoreChannel | None = None
-        self._number = self._generation = 0
+        self._number = 0
 
     def barrier(self) -> None:
-        if _is_alone():
-            return
-        with self._next() as (channel, key):
-            channel.barrier(key)
+        self._agree(lambda _: None)
 
     def broadcast(self, data: Any) -> Any:
         """Return the object of rank 0, once every rank has called this."""
-        if _is_alone():
+        members = worker_context().membership
+        is_first = members is None or members.joins or members.rank == 0
+        if is_apart() and (is_first or data is not None):
             return data
         failed: Exception | None = None
-        with self._next() as (channel, key):
-            if channel.rank == 0:
-                try:
-                    offer = _packed(data)
-                except Exception as error:
-                    failed, offer = error, {"failed": f"{type(error).__name__}: {error}"}
-                channel.set(f"{key}/data", offer)
-            channel.barrier(key)
-            found = channel.get(f"{key}/data")
+
+        def offer(_: object) -> dict[str, str]:
+            nonlocal failed
+            if members is not None and not is_first and data is None:  # rank 0 alone had it
+                members.refuse("rank 0 was lost before it had broadcast its object")
+                raise DistributorError("Rank 0 was lost before it had broadcast its object.")
+            try:
+                return _packed(data)
+            except Exception as error:
+                failed = error
+                return {"failed": f"{type(error).__name__}: {error}"}
+
+        found = offer(None) if is_apart() else self._agree(offer)
         if failed is not None:
             raise failed
         if "failed" in found:
@@ -70,23 +73,34 @@ class Collectives:
             raise ValueError(found["too_large"])
         return pickle.loads(base64.b64decode(found["pickled"]))
 
-    @contextlib.contextmanager
-    def _next(self) -> Iterator[tuple[StoreChannel, str]]:
-        """Provide the channel and the key of the next collective."""
+    def _agree(self, decide: Callable[[object], Any]) -> Any:
+        """Return what rank 0 decides once all ranks have called this."""
+        if is_apart():
+            return None
         members = worker_context().membership
-        with self._lock, members.exchanging() if members else contextlib.nullcontext():
-            if members and members.generation != self._generation:
-                self._channel, self._number, self._generation = None, 0, members.generation
-            self._channel = channel = self._channel or StoreChannel.connect()
-            key, self._number = f"collective/{self._number}", self._number + 1
-            yield channel, key
-            channel.delete_keys()
+        with self._lock:
+            if self._channel is None or (members and members.party != self._channel.party):
+                self._channel = StoreChannel.connect()
+            number = members.num_collectives if members else self._number
+            try:
+                return self._channel.agree(f"collective/{number}", None, decide)
+            finally:
+                self._channel.delete_keys()
+                self._number += 1
+                if members:
+                    members.num_collectives += 1
 
 
-def _is_alone() -> bool:
-    """Return whether this process takes the place of a lost rank, and has not joined the others."""
+def is_apart() -> bool:
+    """Return whether this rank makes no report or collective now; see `Membership.is_apart`."""
     members = worker_context().membership
-    return members is not None and members.joins
+    return members is not None and members.is_apart()
+
+
+def repeats() -> bool:
+    """Return whether this rank makes no report now; see `Membership.repeats`."""
+    members = worker_context().membership
+    return is_apart() or (members is not None and members.repeats)
 
 
 def _packed(data: Any) -> dict[str, str]:

@@ -91,7 +91,9 @@ class ReportLog:
         return self._reports[-1].number + 1 if self._reports else 0
 
     def add(self, report: Report) -> None:
-        self._reports.append(report)
+        """Add a report; it replaces the same one of a rank that was lost before it was decided."""
+        earlier = [each for each in self._reports if each.number < report.number]
+        self._reports = [*earlier, report]
 
     def content(self) -> bytes:
         """Return the log as it is to be written; write a segment first if it is long."""

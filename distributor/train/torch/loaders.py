@@ -242,10 +242,21 @@ class SharedLoader(ResumableLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         members, place = self._membership, self._place
-        sampler: Any = self._loader.sampler
         self._share()
         place.now, place.done = self._progress.begin(self._order), 0
+        members.num_passes += 1
+        try:
+            yield from self._batches()
+        finally:
+            members.num_passes -= 1
+        self._progress.end(place.now)
+        place.now = None
+
+    def _batches(self) -> Iterator[Any]:
+        members, place = self._membership, self._place
+        sampler: Any = self._loader.sampler
         while True:
+            assert place.now is not None
             generation, steps = members.generation, members.steps
             sampler.left = place.now.epoch
             for batch in DeviceLoader.__iter__(self):
@@ -259,8 +270,6 @@ class SharedLoader(ResumableLoader):
                 break
             place.go_on()
             self._share()
-        self._progress.end(place.now)
-        place.now = None
 
     def _share(self) -> None:
         members, progress = self._membership, self._progress

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,12 +49,14 @@ class Replica(torch.nn.Module):
         self._options, self._membership = dict(options), membership
         self._copies_buffers = False not in [options.get(name) for name in _COPIES_BUFFERS]
         self._before: list[torch.Tensor] = []  # its buffers at the begin of a step
+        self._syncs = self._has_synced = True  # gradients; buffers are copied after that, as by DDP
         self._set_ddp(None)
         membership.follow_model(self)
         if not membership.joins:
             self._wrap(init_sync=True)
 
     def enter(self) -> None:
+        self._has_synced = True
         self._wrap(init_sync=False)  # the members have copied the state
 
     def leave(self) -> None:
@@ -72,8 +74,9 @@ class Replica(torch.nn.Module):
         if torch.is_grad_enabled():
             if membership.begin_forward():
                 self._before = [each.clone() for each in self.module.buffers()]
-            if self._copies_buffers and not membership.joins:
+            if self._copies_buffers and self._has_synced and not membership.joins:
                 membership.copy_buffers(self.module)
+            self._has_synced = self._syncs
         if ddp is not None and not membership.is_broken:
             try:
                 return ddp(*args, **kwargs)
@@ -82,11 +85,16 @@ class Replica(torch.nn.Module):
                     raise
         return self.module(*args, **kwargs)  # the next step of the optimizer changes nothing
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication, as DDP's method does."""
-        ddp = self._ddp
-        found: AbstractContextManager[None] = nullcontext() if ddp is None else ddp.no_sync()
-        return found
+        ddp: Any = self._ddp
+        self._syncs = False
+        try:
+            with nullcontext() if ddp is None else ddp.no_sync():
+                yield
+        finally:
+            self._syncs = True
 
     def _wrap(self, init_sync: bool) -> None:
         # DDP itself would wait for a rank that is lost.
