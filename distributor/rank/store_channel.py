@@ -14,7 +14,7 @@ from typing import Any
 from distributor.core.text import listed
 from distributor.errors import DistributorError, OtherRankFailed
 from distributor.rank.context import connect_store, sealed, unsealed, worker_context
-from distributor.rank.membership import POLL_SECONDS, Membership, Party, pause
+from distributor.rank.membership import POLL_SECONDS, REACH_SECONDS, Membership, Party, pause
 
 RANK_TIMEOUT_SECONDS = 1800.0
 """Seconds that a rank waits for the other ranks to report, as in torch's collectives."""
@@ -22,6 +22,8 @@ UPLOAD_TIMEOUT_SECONDS = 6 * 3600.0
 """Seconds that a rank waits for the uploads of other ranks, all of which have begun."""
 READ_SECONDS = 10.0
 """Seconds for a decision of rank 0 to reach the other ranks."""
+STORE_SECONDS = 60.0
+"""Seconds for a store to answer to a member, which never waits there for others."""
 PART_BYTES = 4 * 1024**2
 """Bytes of a value for one key; torch's store ends a connection that sends 8 MiB at once."""
 LATE_WARNING_SECONDS = 60.0
@@ -255,8 +257,16 @@ class MemberChannel(StoreChannel):
 
     def _enter(self, party: Party) -> None:
         prefix = f"distributor/train/{hashlib.sha256(repr(party).encode()).hexdigest()}"
-        limit = timedelta(seconds=RANK_TIMEOUT_SECONDS)
-        store = connect_store(prefix, self._members.store, timeout=limit)
+        store, deadline = None, time.monotonic() + RANK_TIMEOUT_SECONDS
+        with self._uses_store():
+            while store is None:
+                try:  # briefly: if that store has just been lost, newer members have another one
+                    limit = timedelta(seconds=REACH_SECONDS)
+                    store = connect_store(prefix, self._members.store, timeout=limit)
+                except RuntimeError:
+                    if time.monotonic() > deadline:
+                        raise
+            store.set_timeout(timedelta(seconds=STORE_SECONDS))
         super().__init__(self._members.place_in(party), len(party), store)
         self.party = party
 
@@ -298,7 +308,7 @@ class MemberChannel(StoreChannel):
         except Exception as error:
             reason = "the store was lost during a report or a collective of distributor.train"
             self._members.refuse(reason)
-            raise ConnectionError(f"Rank {self.rank} has lost a rank, and {reason}.") from error
+            raise ConnectionError(f"A rank was lost: {reason}.") from error
 
 
 _PARTS = b"parts "
