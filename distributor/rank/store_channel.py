@@ -216,9 +216,6 @@ class StoreChannel:
     def _set_decision(self, key: str, decision: Mapping[str, Any]) -> None:
         self.set(key, decision)
 
-    def barrier(self, key: str) -> None:
-        self.agree(key, None, lambda _: None)
-
     def await_readers(self, key: str) -> None:
         """Report to rank 0 that this rank has read an error; on rank 0, wait for the others.
 
