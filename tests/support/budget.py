@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 30_654,
+    "lines of code in distributor/": 30_651,
     "modules in distributor/": 200,
     "lines in tests/": 32_733,
 }

@@ -223,9 +223,9 @@ def report_steps(saved: Path, state: State) -> None:
     report({"epoch": state.epoch, "steps": state.step}, checkpoint=checkpoint)
 
 
-def records_in(folder: Path, attempt: int = 0) -> list[Record]:
-    """Return what all processes of an attempt have written, in the order of the time."""
-    texts = [path.read_text() for path in (folder / str(attempt)).glob("*.log")]
+def records_in(folder: Path) -> list[Record]:
+    """Return what all processes of the first attempt have written, in the order of the time."""
+    texts = [path.read_text() for path in (folder / "0").glob("*.log")]
     lines = [line for text in texts for line in text.splitlines(keepends=True)]
     return sorted(Record(*json.loads(line)) for line in lines if line.endswith("\n"))
 

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Any
 
 from distributor.core.rank_variables import CheckpointSettings, check_name
@@ -161,8 +160,7 @@ class Reporter:
         """Make reports with the new members, once those with the former ones have ended."""
         assert self._members is not None
         party = self._members.party
-        connect = partial(StoreChannel.connect, party=party)
-        self._thread.submit(lambda: self._rounds.exchange_over(connect()))
+        self._thread.submit(lambda: self._rounds.exchange_over(StoreChannel.connect(party=party)))
 
     def latest(self) -> Checkpoint | None:
         """Return the latest checkpoint that exists."""

@@ -43,13 +43,14 @@ class Collectives:
         self._number = 0
 
     def barrier(self) -> None:
-        self._agree(lambda _: None)
+        if not is_apart():
+            self._agree(lambda _: None)
 
     def broadcast(self, data: Any) -> Any:
         """Return the object of rank 0, once every rank has called this."""
         members = worker_context().membership
         is_first = members is None or members.joins or members.rank == 0
-        if is_apart() and (is_first or data is not None):
+        if (apart := is_apart()) and (is_first or data is not None):
             return data
         failed: Exception | None = None
 
@@ -64,7 +65,7 @@ class Collectives:
                 failed = error
                 return {"failed": f"{type(error).__name__}: {error}"}
 
-        found = offer(None) if is_apart() else self._agree(offer)
+        found = offer(None) if apart else self._agree(offer)
         if failed is not None:
             raise failed
         if "failed" in found:
@@ -75,8 +76,6 @@ class Collectives:
 
     def _agree(self, decide: Callable[[object], Any]) -> Any:
         """Return what rank 0 decides once all ranks have called this."""
-        if is_apart():
-            return None
         members = worker_context().membership
         with self._lock:
             if self._channel is None or (members and members.party != self._channel.party):
