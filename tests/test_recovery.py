@@ -146,6 +146,7 @@ def test_reports_and_checkpoints_go_on(tmp_path: Path, moment: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.spark
 def test_reports_and_checkpoints_go_on_without_an_executor(spark: Any, tmp_path: Path) -> None:
     fit_and_report(tmp_path, [Fault(0, 18, above=EXECUTOR)], 4, local_mode=False)
 
