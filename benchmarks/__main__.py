@@ -14,6 +14,7 @@ from benchmarks import (
     launch,
     predict,
     recovery,
+    recovery_steps,
     scale,
     step_times,
     study,
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "scale": scale.measure,
     "study": study.measure,
     "step_times": step_times.measure,
+    "recovery_steps": recovery_steps.measure,
 }
 
 

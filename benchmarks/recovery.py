@@ -28,6 +28,7 @@ from benchmarks.report import Row, gathered, row
 from benchmarks.spark import EMBEDDED, LOCAL
 from benchmarks.turns import Effort, measured
 from distributor.core.versions import DISTRIBUTION
+from distributor.rank.context import worker_context
 
 RANKS, IN_PLACE_RANKS = 2, 3
 ONE_CORE = "local-cluster[2,1,1024]"
@@ -40,6 +41,7 @@ SIZES = (1, 1000)
 """Megabytes of the checkpoint, or of the model."""
 RECOVERED = "until the first collective of the next attempt"
 STEPPED = "until the others have done a step"
+FORMED = "until the others have formed a group, less the rest of their own gradients"
 REPORTED = "until it is reported"
 HOST_REPEATS = 3
 REPEATS = 4
@@ -99,9 +101,10 @@ def drive(peer: str, place: str, fault: str, size: int) -> dict[str, Any]:
     if fault == HOST:
         return {"seconds": seconds_until_reported(HOST_REPEATS)}
     with PEERS[peer].open(place) as opened:
-        recover = FLOORS.get(peer, lambda fit: _recovery(fit, fault, size, _ranks(peer)))
-        seconds = [recover(opened) for _ in range(REPEATS)]
-    return {"seconds": seconds[1:]}
+        if peer in FLOORS:
+            return {"seconds": [FLOORS[peer](opened) for _ in range(REPEATS)][1:]}
+        found = [_recovery(opened, fault, size, _ranks(peer)) for _ in range(REPEATS)][1:]
+    return {name: [each[name] for each in found] for name in found[0]}
 
 
 def train(config: dict[str, Any]) -> None:
@@ -140,8 +143,25 @@ def train_in_place(config: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     folder, rank = Path(config["folder"]), int(os.environ["RANK"])
+    api = library("distributor.train.torch")
+
+    class Noted(api.State):  # type: ignore[name-defined, misc]
+        def on_members(self, rank: int, size: int) -> None:
+            if size < IN_PLACE_RANKS:
+                (folder / f"formed{os.getpid()}").write_text(f"{self.ended} {time.time()}")
+
+    state = Noted(ended=0.0)  # of its own gradients of the latest step
+    membership: Any = worker_context().membership
+    reduce = membership.reduce
+
+    def noted(group: Any, bucket: Any) -> Any:
+        future = reduce(group, bucket)
+        state.ended = time.time()
+        return future
+
+    membership.reduce = noted
     layer = torch.nn.Linear(ROW_BYTES // 4, config["size"] // ROW_BYTES, bias=False)
-    model = library("distributor.train.torch").prepare_model(layer)
+    model = api.prepare_model(layer)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)  # counts completed steps
     is_complete, completed = True, 0
@@ -257,8 +277,8 @@ def _ranks(peer: str) -> int:
     return IN_PLACE_RANKS if peer == "ours_in_place" else RANKS
 
 
-def _recovery(fit: Run, fault: str, size: int, ranks: int) -> float:
-    """Run a training with a fault, and return the seconds from the kill to the first collective."""
+def _recovery(fit: Run, fault: str, size: int, ranks: int) -> dict[str, float]:
+    """Run a training with a fault; return the seconds from the kill until the ranks work again."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         killed: list[float] = []
@@ -269,7 +289,12 @@ def _recovery(fit: Run, fault: str, size: int, ranks: int) -> float:
         fit({"folder": name, "size": size}, folder / "storage")
         killer.join()
         recovered = [float(file.read_text()) for file in folder.glob("recovered*")]
-    return max(recovered) - killed[0]
+        formed = [tuple(map(float, file.read_text().split())) for file in folder.glob("formed*")]
+    found = {"seconds": max(recovered) - killed[0]}
+    if formed:
+        began = max(killed[0], *(ended for ended, _ in formed))
+        found["formed"] = max(at for _, at in formed) - began
+    return found
 
 
 def _kill(folder: Path, fault: str, ranks: int) -> float:
@@ -362,6 +387,9 @@ def _drive(case: Case) -> Driven:
 
 def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
     what = REPORTED if case.fault == HOST else RECOVERED
-    if case.peer.name == "ours_in_place":
-        what = STEPPED
-    return [row(case.peer, case.title, what, gathered(measurements, "seconds"))]
+    if case.peer.name != "ours_in_place":
+        return [row(case.peer, case.title, what, gathered(measurements, "seconds"))]
+    return [
+        row(case.peer, case.title, name, gathered(measurements, key))
+        for key, name in (("seconds", STEPPED), ("formed", FORMED))
+    ]

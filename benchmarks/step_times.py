@@ -187,12 +187,16 @@ def interval_of_median(values: Sequence[float], certainty: float = 0.95) -> tupl
     return ordered[place], ordered[n - 1 - place]
 
 
+def with_interval(ratios: Sequence[float]) -> str:
+    """Return the text of the median of ratios, and its interval."""
+    low, high = interval_of_median(ratios)
+    return f"{statistics.median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}"
+
+
 def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
     ratios = gathered(measurements, "ratios")
-    low, high = interval_of_median(ratios)
-    interval = f"{statistics.median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}"
     return [
-        row(case.peer, case.title, RATIO, ratios, "", interval),
+        row(case.peer, case.title, RATIO, ratios, "", with_interval(ratios)),
         row(case.peer, case.title, STEP, gathered(measurements, "steps"), "ms"),
         row(case.peer, case.title, HOOKS, gathered(measurements, "hooks"), "µs", "each rank"),
     ]

@@ -12,6 +12,7 @@ from benchmarks import (
     loaders,
     predict,
     recovery,
+    recovery_steps,
     scale,
     step_times,
     study,
@@ -22,6 +23,7 @@ from benchmarks.spark import EMBEDDED, LOCAL
 HEAD = ("median", "distributor", "PySpark's class", "torchrun", "Ray", "plain code")
 PEERS = ("pyspark", "torchrun", "ray")
 PLAIN = {
+    "floor_allreduce_hook": "torch's `allreduce_hook`",
     "floor_arrow": "`mapInArrow` without a model",
     "floor_copy": "a copy in memory",
     "floor_executor": "Spark starts an executor",
@@ -68,6 +70,7 @@ _HERE = launch.titled(LOCAL, launch.RANKS)
 _ON_CLUSTER = launch.titled(EMBEDDED, launch.RANKS)
 _STANDALONE = launch.titled("spark://", launch.RANKS)
 _SCALARS = data.titled(loaders.SCALARS)
+_STEPPED = "until the others have done a step"
 GIGABYTE = 1000
 
 LINES = (
@@ -154,6 +157,26 @@ LINES = (
         recovery.RECOVERED,
         "floor_executor",
     ),
+    *(
+        Line(
+            f'a killed {what}, `recovery="in_place"`, {until}',
+            "recovery",
+            recovery.titled(place, fault, megabytes),
+            quantity,
+            ours="ours_in_place",
+        )
+        for what, place, fault, megabytes, quantity, until in (
+            ("rank", LOCAL, recovery.RANK, recovery.SIZES[0], recovery.STEPPED, _STEPPED),
+            (
+                *("rank", LOCAL, recovery.RANK, recovery.SIZES[1], recovery.FORMED),
+                "a model of 1 GB, until the others can begin a step",
+            ),
+            (
+                *("executor", recovery.THREE_EXECUTORS, recovery.EXECUTOR, recovery.SIZES[0]),
+                *(recovery.STEPPED, _STEPPED),
+            ),
+        )
+    ),
     Line(
         "a host that is cut off, until the run reports it",
         "recovery",
@@ -186,6 +209,19 @@ LINES = (
         "step_times",
         step_times.titled(),
         step_times.HOOKS,
+    ),
+    Line(
+        'steps of 10 ms with `recovery="in_place"`, beside those of DDP',
+        "recovery_steps",
+        recovery_steps.titled(),
+        recovery_steps.RATIO,
+    ),
+    Line(
+        'what `recovery="in_place"` takes in a step for each bucket',
+        "recovery_steps",
+        recovery_steps.titled(),
+        recovery_steps.HOOKS,
+        "floor_allreduce_hook",
     ),
     Line(
         "rows of 16 floats from a DataFrame",

@@ -130,13 +130,11 @@ def fit_and_report(
 
     history = check(folder, [result.return_value])
     reported = [step[0] for step in history[STEPS_OF_REPORT - 1 :: STEPS_OF_REPORT]]
-    found = [
-        (each.attempt, each.metrics["epoch"], each.metrics["steps"]) for each in result.reports
-    ]
+    found = [(each.attempt, *each.metrics.values()) for each in result.reports]
     assert found == [(0, each.epoch, each.step + 1) for each in reported]
     assert result.checkpoint is not None
     with result.checkpoint.as_directory() as stored:
-        assert Path(stored, "steps").read_text() == str(reported[-1].step + 1)
+        assert Path(stored, "steps").read_text() == str(reported[::2][-1].step + 1)
 
 
 @pytest.mark.parametrize("moment", ["forward", "report"])
@@ -187,6 +185,20 @@ def fit(has_model: bool = True, optimizers: int = 1, waits: Sequence[int] = ()) 
     if waits and attempt + os.environ["RANK"] == "00":
         os.kill(os.getpid(), signal.SIGKILL)
     return attempt
+
+
+def mean_of_halves() -> Any:
+    import torch
+
+    from distributor.train.torch import prepare_model
+
+    model = prepare_model(torch.nn.Linear(1, 1, bias=False, dtype=torch.half))
+    model(torch.full((1, 1), 40_000, dtype=torch.half)).sum().backward()
+    return model.module.weight.grad.item()
+
+
+def test_gradients_are_averaged_without_overflow() -> None:
+    assert runner(2).run(mean_of_halves) == 40_000
 
 
 @pytest.mark.parametrize("waits", [(1, 0), (0, 1)], ids=["last", "first"])

@@ -33,8 +33,9 @@ from distributor._compat.torch import (
 )
 from distributor.rank.messages import MemberState
 
-FORMING_SECONDS, FORMING_SECONDS_PER_RANK = 0.3, 0.02
-"""Seconds for a group to form; a member that is lost meanwhile costs that. Doubled each time."""
+FORMING_SECONDS, FORMING_SECONDS_PER_RANK = 0.05, 0.015
+"""Seconds for a group to form; a member that is lost meanwhile costs that, or, while gloo connects
+to it, five times that. Four times as many each time."""
 NCCL_FORMING_SECONDS = 10.0
 """The same with NCCL, which needs seconds to begin."""
 WAITING_SECONDS = 15.0
@@ -243,13 +244,11 @@ class Membership:
 
     # The communication hook of DDP
 
-    def reduce(self, bucket: Any) -> Any:
+    def reduce(self, group: Any, bucket: Any) -> Any:
         """Average a bucket of gradients; never fails, but notes a failure."""
-        import torch.distributed as dist
-
-        buffer, size = bucket.buffer(), len(self._members.numbers)
-        group: Any = dist.group.WORLD  # `dist.all_reduce` takes more time
-        return self._start(buffer, lambda: group.allreduce([buffer]), lambda: buffer.div_(size))
+        # Before they are added, as in DDP: a sum of half-precision numbers could overflow.
+        buffer = bucket.buffer().mul_(1 / len(self._members.numbers))
+        return self._start(buffer, lambda: group.allreduce([buffer]))
 
     def copy_buffers(self, module: Any) -> None:
         """Copy the buffers of rank 0, as DDP does; never fails, but notes a failure."""
@@ -269,22 +268,18 @@ class Membership:
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
 
-    def _start(
-        self, tensor: Any, begin: Callable[[], Any], then: Callable[[], object] = lambda: None
-    ) -> Any:
+    def _start(self, tensor: Any, begin: Callable[[], Any]) -> Any:
         """Begin a collective; return a future that is also completed if a member is lost."""
         import torch
 
         devices = [tensor.device] if tensor.is_cuda else []
         result: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         generation = self.generation
-        with self._news:
-            self._waiting[result] = tensor
+        self._waiting[result] = tensor
 
         def finish(done: Any) -> None:
             try:
                 done.wait()
-                then()
             except RuntimeError:
                 if generation == self.generation:  # else, it is the end of a group that was left
                     self._has_failed = True
@@ -305,11 +300,10 @@ class Membership:
 
     def _release(self, *only: Any) -> None:
         """Complete these futures, or all, as far as they are not complete."""
-        with self._news:
-            waiting = [each for each in only or list(self._waiting) if each in self._waiting]
-            done = {each: self._waiting.pop(each) for each in waiting}
-        for result, tensor in done.items():
-            result.set_result(tensor)
+        for result in only or list(self._waiting):
+            tensor = self._waiting.pop(result, None)  # by one thread only
+            if tensor is not None:
+                result.set_result(tensor)
 
     def note_error(self, error: Exception) -> bool:
         """Return whether an error of a collective in ``forward`` is that of a lost member."""
@@ -330,19 +324,16 @@ class Membership:
         """The address of the newest members' store."""
         return self._notice.store
 
-    def is_apart(self) -> bool:
-        """Return whether this rank makes no report or collective now, because others do not.
+    def is_apart(self, reports: bool = False) -> bool:
+        """Return whether this rank makes no collective now, because others do not.
 
-        It has not joined them, or does a step again, which another one has not begun yet.
+        It has not joined them, or does a step again, which another one has not begun yet. A rank
+        that `reports` makes no report either if it has made that of an iteration done again.
         """
         if self._thread not in (None, threading.get_ident()):  # ranks join between any two of them
             self.refuse("a thread that makes no steps reports, or calls a collective")
-        return self.joins or (self.is_void and self._is_ahead and self.refusal is None)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the program does its latest iteration again, and what it reports in it."""
-        return self.is_void and self.num_passes > 0
+        is_ahead = self._is_ahead and self.refusal is None
+        return self.joins or (self.is_void and (is_ahead or (reports and self.num_passes > 0)))
 
     def left_of(self, party: Party) -> Party:
         """Return those of a party that are not lost."""
@@ -504,7 +495,7 @@ class Membership:
             except RuntimeError:
                 forget_failed_group()
                 self._send(MemberState("unformed", generation=members.generation))
-                factor *= 2
+                factor *= 4
                 continue
             break
         self._send(MemberState("formed", generation=self.generation))

@@ -39,7 +39,7 @@ from distributor.train.result import (
     WorkerGroupError,
 )
 from distributor.train.runtime.report_round import UploadFn
-from distributor.train.runtime.session import repeats, session
+from distributor.train.runtime.session import is_apart, session
 from distributor.train.storage.checkpoint import (
     Checkpoint,
     CheckpointConsistencyMode,
@@ -214,7 +214,7 @@ def report(
     if isinstance(validation, ValidationTaskConfig):
         validation.check()
         requested = asdict(validation)
-    if not repeats():
+    if not is_apart(reports=True):
         session.reporter.report(
             metrics, checkpoint, checkpoint_dir_name, mode, delete, checkpoint_upload_fn, requested
         )

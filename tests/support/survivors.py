@@ -145,7 +145,7 @@ def train_on(
     """Train for some epochs, and until there are as many ranks again; faults wait for these too.
 
     With `accumulates`, each step has the gradients of two batches. With a folder `saved`, there are
-    collectives after some steps, and a report with a checkpoint in which rank 0 writes a file.
+    collectives after some steps, and a report; every other one has a checkpoint of rank 0.
     """
     torch.set_num_threads(1)
     number, logs = int(os.environ["RANK"]), folder / os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -219,7 +219,8 @@ def report_steps(saved: Path, state: State) -> None:
     assert collective.broadcast_from_rank_zero(state.epoch) == state.epoch
     if dist.get_rank() == 0:
         (saved / "steps").write_text(str(state.step))
-    checkpoint = Checkpoint.from_directory(saved) if dist.get_rank() == 0 else None
+    saves = dist.get_rank() == 0 and state.step % (2 * STEPS_OF_REPORT) == STEPS_OF_REPORT
+    checkpoint = Checkpoint.from_directory(saved) if saves else None
     report({"epoch": state.epoch, "steps": state.step}, checkpoint=checkpoint)
 
 

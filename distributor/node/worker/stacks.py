@@ -48,7 +48,7 @@ _LAUNCHERS = re.compile(
     r".*(?:\n|\Z))+\Z"
 )
 # Functions that are not what the user called, such as those of torch's decorators.
-_INTERNAL = re.compile(r"^_|^wrapper$")
+_INTERNAL = re.compile(r"^_|wrapper$")
 
 
 def enable_stack_dumps(descriptor: int) -> None:

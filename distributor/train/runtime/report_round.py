@@ -104,6 +104,7 @@ class ReportRounds:
         self.num_reports = 0
         self.positions: Mapping[str, Any] = {}
         self._manager = CheckpointManager(storage, settings)  # only rank 0 uses it
+        self._unlogged: list[Report] = []  # which a lost rank 0 has not written
         self._has_warned = False
         if joins:
             committed = storage.committed()
@@ -121,13 +122,13 @@ class ReportRounds:
         found = channel.agree("resume", None, resume)
         self.num_reports, self.positions = found["reports"], found["positions"]
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> tuple[int, str | None, list[Report]]:
         """Return what a process must know that takes the place of a lost rank."""
-        return {"next": self._next_index, "latest": self.latest}
+        return self._next_index, self.latest, self._unlogged
 
-    def load(self, saved: Mapping[str, Any]) -> None:
+    def load(self, saved: tuple[int, str | None, list[Report]]) -> None:
         """Set what `save` has returned on another rank."""
-        self._next_index, self.latest = saved["next"], saved["latest"]
+        self._next_index, self.latest, self._unlogged = saved
 
     def exchange_over(self, channel: StoreChannel) -> None:
         """Exchange the next reports with the ranks of this channel."""
@@ -141,7 +142,7 @@ class ReportRounds:
         if not self._is_writer:
             self._is_writer = True
             committed = self._storage.committed()
-            self._manager.take_over(committed[-1][0] if committed else None)
+            self._manager.take_over(committed[-1][0] if committed else None, self._unlogged)
             indices = [manifest.index for _, manifest in committed]
             self._next_index = max(self._next_index, 1 + max(indices, default=-1))
 
@@ -232,13 +233,14 @@ class ReportRounds:
         name = agreed["name"]
         if agreed["calls upload fn"]:
             name = self._upload_by_function(request, name)
-        committed: str | None = self._channel.agree(
+        committed, unlogged = self._channel.agree(
             request.key,
             self._own_part(request, agreed, name),
             lambda parts: self._commit(request, name, agreed["savers"], parts),
             UPLOAD_TIMEOUT_SECONDS,
         )
         self._channel.delete_keys()
+        self._unlogged = [*self._unlogged, Report(**unlogged)] if unlogged else []
         if committed is not None:
             self._next_index += 1
         if committed:
@@ -408,10 +410,11 @@ class ReportRounds:
         name: str,
         savers: list[list[int]],
         parts: list[dict[str, Any]],
-    ) -> str | None:
+    ) -> tuple[str | None, dict[str, Any] | None]:
         """Commit what ranks have uploaded, and return its name, if it is any. Rank 0 only.
 
-        It is empty if a rank was lost that had a part of the checkpoint.
+        It is empty if a rank was lost that had a part of the checkpoint. Also return the report if
+        others have to know it, because it is not in the log yet.
         """
         lost = [number for number, since in savers if (number, since) not in self._channel.party]
         takes_over = not self._is_writer
@@ -443,7 +446,8 @@ class ReportRounds:
         preempted, number = parts[0]["preempted"], request.number + 1
         seconds = time.monotonic() - request.began
         worker_context().send(Reported(metrics, path, preempted, number, seconds))
-        return "" if lost and checkpoint is None else checkpoint
+        is_known = worker_context().membership is None or self._manager.is_logged
+        return "" if lost and checkpoint is None else checkpoint, None if is_known else vars(report)
 
 
 def assign_among_ranks(channel: StoreChannel, key: str, of_rank_0: Mapping[str, str]) -> Assignment:

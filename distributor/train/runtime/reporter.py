@@ -150,11 +150,11 @@ class Reporter:
     # What a process takes over that joins in the place of a lost rank
 
     def save(self) -> dict[str, Any]:
-        return {"number": self._number, **self._rounds.save()}
+        return {"number": self._number, "rounds": self._rounds.save()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self._number = worker_context().completed_steps = saved["number"]
-        self._rounds.load(saved)
+        self._rounds.load(saved["rounds"])
 
     def on_members(self, rank: int, size: int) -> None:
         """Make reports with the new members, once those with the former ones have ended."""

@@ -40,7 +40,7 @@ class Collectives:
         self._lock = threading.Lock()
         # That of reports may be busy with an upload for hours.
         self._channel: StoreChannel | None = None
-        self._number = 0
+        self.num_collectives = 0
 
     def barrier(self) -> None:
         if not is_apart():
@@ -80,26 +80,19 @@ class Collectives:
         with self._lock:
             if self._channel is None or (members and members.party != self._channel.party):
                 self._channel = StoreChannel.connect()
-            number = members.num_collectives if members else self._number
+            counter = members or self  # a replacement goes on counting
             try:
-                return self._channel.agree(f"collective/{number}", None, decide)
+                key = f"collective/{counter.num_collectives}"
+                return self._channel.agree(key, None, decide)
             finally:
                 self._channel.delete_keys()
-                self._number += 1
-                if members:
-                    members.num_collectives += 1
+                counter.num_collectives += 1
 
 
-def is_apart() -> bool:
-    """Return whether this rank makes no report or collective now; see `Membership.is_apart`."""
+def is_apart(reports: bool = False) -> bool:
+    """Return whether this rank makes no collective, or report, now; see `Membership.is_apart`."""
     members = worker_context().membership
-    return members is not None and members.is_apart()
-
-
-def repeats() -> bool:
-    """Return whether this rank makes no report now; see `Membership.repeats`."""
-    members = worker_context().membership
-    return is_apart() or (members is not None and members.repeats)
+    return members is not None and members.is_apart(reports)
 
 
 def _packed(data: Any) -> dict[str, str]:

@@ -236,13 +236,19 @@ LOG_INTERVAL = 10.0
 
 
 class CheckpointManager:
-    """The reports of a training run, and the checkpoints that it keeps."""
+    """The reports of a training run, and the checkpoints that it keeps.
+
+    Attributes
+    ----------
+    is_logged : bool
+        Whether all reports are in the run's log.
+    """
 
     def __init__(self, storage: Storage, settings: CheckpointSettings) -> None:
         self._storage = storage
         self._settings = settings
         self._log = ReportLog(storage)
-        self._is_logged = True
+        self.is_logged = True
         self._logged_at = time.monotonic()
         self._warned: set[str] = set()  # kinds of warnings
         self._unfinished: list[str] = []
@@ -260,15 +266,20 @@ class CheckpointManager:
         # An attempt that was killed may not have logged its last reports. The log of a run that has
         # ended may have more of them than the checkpoint, and stays as it is.
         logged = self._storage.read(RUN_LOG) or b""
-        self._is_logged = logged.startswith(text) or (
+        self.is_logged = logged.startswith(text) or (
             read_log(self._storage, logged)[:count] == read_log(self._storage, text)
         )
         return count
 
-    def take_over(self, checkpoint: str | None) -> None:
-        """Go on with the reports of a lost rank, as far as it has written them."""
+    def take_over(self, checkpoint: str | None, unlogged: Iterable[Report]) -> None:
+        """Go on with the reports of a lost rank: those that it has written, and these."""
         logs = [RUN_LOG, *([f"{checkpoint}/{CHECKPOINT_LOG}"] if checkpoint else [])]
-        self._log.restore(max((self._storage.read(log) or b"" for log in logs), key=_latest_time))
+        text = max((self._storage.read(log) or b"" for log in logs), key=_latest_time)
+        count = self._log.restore(text)
+        for report in unlogged:
+            if report.number >= count:
+                self._log.add(report)
+                self.is_logged = False
 
     def add(self, report: Report, index: int, parts: Sequence[dict[str, Any]]) -> None:
         """Add a report of all ranks, in rank order, and commit its checkpoint if it has one.
@@ -283,7 +294,7 @@ class CheckpointManager:
         if saved:
             check_in_step([part["positions"] for part in parts])
         self._log.add(report)
-        self._is_logged = False
+        self.is_logged = False
         if saved:
             self._commit(report, index, parts, saved)
         if saved or time.monotonic() > self._logged_at + LOG_INTERVAL:
@@ -315,13 +326,13 @@ class CheckpointManager:
 
     def write_log(self) -> None:
         """Update the run's log; if that fails, each checkpoint still has its own."""
-        if self._is_logged:
+        if self.is_logged:
             return
         try:
             self._storage.write(RUN_LOG, self._log.content())
         except OSError as error:  # mounted object stores cannot overwrite a file
             self._warn_once("log", f"{RUN_LOG} cannot be updated: {describe_error(error)}.")
-        self._is_logged, self._logged_at = True, time.monotonic()
+        self.is_logged, self._logged_at = True, time.monotonic()
 
     def _commit(
         self,

@@ -69,14 +69,11 @@ class Replica(torch.nn.Module):
         for buffer, before in zip(self.module.buffers(), self._before, strict=False):
             buffer.data.copy_(before)
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         ddp, membership = self._ddp, self._membership
         if torch.is_grad_enabled():
-            if membership.begin_forward():
-                self._before = [each.clone() for each in self.module.buffers()]
-            if self._copies_buffers and self._has_synced and not membership.joins:
-                membership.copy_buffers(self.module)
-            self._has_synced = self._syncs
+            self._begin()
         if ddp is not None and not membership.is_broken:
             try:
                 return ddp(*args, **kwargs)
@@ -84,6 +81,14 @@ class Replica(torch.nn.Module):
                 if not membership.note_error(error):
                     raise
         return self.module(*args, **kwargs)  # the next step of the optimizer changes nothing
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin(self) -> None:
+        if self._membership.begin_forward():
+            self._before = [each.clone() for each in self.module.buffers()]
+        if self._copies_buffers and self._has_synced and not self._membership.joins:
+            self._membership.copy_buffers(self.module)
+        self._has_synced = self._syncs
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -103,7 +108,9 @@ class Replica(torch.nn.Module):
         options = {**self._options, "init_sync": init_sync, **copies}
         ddp = DistributedDataParallel(self.module, **options)
         reduce = self._membership.reduce
-        ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket))  # torch checks annotations
+        group = torch.distributed.group.WORLD  # `dist.all_reduce` takes more time
+        # In a function without annotations, as torch checks them.
+        ddp.register_comm_hook(group, lambda group, bucket: reduce(group, bucket))
         self._set_ddp(ddp)
 
 
