@@ -147,12 +147,12 @@ def train_in_place(config: dict[str, Any]) -> None:
 
     class Noted(api.State):  # type: ignore[name-defined, misc]
         def on_members(self, rank: int, size: int) -> None:
-            if size < IN_PLACE_RANKS:
+            if size < IN_PLACE_RANKS and not is_new:
                 (folder / f"formed{os.getpid()}").write_text(f"{self.ended} {time.time()}")
 
     state = Noted(ended=0.0)  # of its own gradients of the latest step
     membership: Any = worker_context().membership
-    reduce = membership.reduce
+    is_new, reduce = membership.joins, membership.reduce
 
     def noted(group: Any, bucket: Any) -> Any:
         future = reduce(group, bucket)
@@ -175,7 +175,8 @@ def train_in_place(config: dict[str, Any]) -> None:
         is_complete = is_complete and dist.get_world_size() == IN_PLACE_RANKS
         if schedule.last_epoch == 2:
             (folder / f"pid{rank}").write_text(str(os.getpid()))
-    (folder / f"recovered{rank}").write_text(str(time.time()))
+    if not is_new:
+        (folder / f"recovered{rank}").write_text(str(time.time()))
 
 
 def _note_recovery(folder: Path, rank: int) -> None:
