@@ -7,29 +7,27 @@ beside torch's own communication hook in Python, which does the same for a rank 
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.launch import titled as placed
-from benchmarks.measure import Driven, apart
+from benchmarks.measure import Driven
 from benchmarks.peers import PEERS, Peer
 from benchmarks.report import Row, gathered, row
 from benchmarks.spark import LOCAL
 from benchmarks.step_times import (
-    DEADLINE,
-    PAIRS,
-    QUICK_PAIRS,
     RANKS,
     STEP,
     STEPS,
-    WARM_UPS,
     Case,
+    in_turn,
+    measured_in_pairs,
+    of_ranks,
     with_interval,
 )
-from benchmarks.turns import Effort, measured
+from benchmarks.turns import Effort
 
 SIZE, LAYERS, BATCH = 384, 4, 96
 """Of the model, so that a step takes about 10 ms, and has two buckets of gradients."""
@@ -45,11 +43,7 @@ def titled() -> str:
 
 def measure(effort: Effort) -> list[Row]:
     """Measure the cost of recovery in place."""
-    peer = PEERS["ours"]
-    if effort.families and peer.family not in effort.families:
-        return []
-    cases = [Case(peer, QUICK_PAIRS if effort.quick else PAIRS)]
-    return measured(cases, 1, lambda case: apart(drive, DEADLINE, pairs=case.pairs), _rows)
+    return measured_in_pairs(effort, titled(), drive, _rows)
 
 
 def drive(pairs: int) -> dict[str, Any]:
@@ -57,22 +51,17 @@ def drive(pairs: int) -> dict[str, Any]:
     from distributor import TorchDistributor
 
     distributor = TorchDistributor(RANKS, use_gpu=False, recovery="in_place", max_failures=1)
-    ranks = distributor.run_all(alternate, pairs)
-    return {
-        "ratios": ranks[0]["ratios"],
-        "steps": ranks[0]["steps"],
-        **{name: [rank[name] for rank in ranks] for name in ("hooks", "torch's hook")},
-    }
+    return of_ranks(distributor.run_all(alternate, pairs), "hooks", "torch's hook")
 
 
 def alternate(pairs: int) -> dict[str, Any]:
-    """Train in blocks with recovery in place and without; the order within a pair is random.
+    """Train in blocks with recovery in place and without.
 
     Returns
     -------
     dict
-        For each pair, the time with it by the time without; milliseconds of a step without it;
-        microseconds of CPU time that the hooks of both kinds take in a step, by bucket.
+        What `in_turn` returns, and the microseconds of CPU time that the hooks of both kinds take
+        in a step, by bucket.
     """
     import torch
     import torch.distributed as dist
@@ -103,17 +92,7 @@ def alternate(pairs: int) -> dict[str, Any]:
         with hooks.removed():
             return seconds_of(trained, torch.optim.SGD(trained.parameters(), 1e-3))
 
-    order = random.Random(0)  # the same on all ranks
-    ratios, steps = [], []
-    for pair in range(WARM_UPS + pairs):
-        found = {
-            recovers: seconds_of(model, own) if recovers else seconds_without(plain)
-            for recovers in order.sample([True, False], 2)
-        }
-        if pair >= WARM_UPS:
-            ratios.append(found[True] / found[False])
-            steps.append(1e3 * found[False] / STEPS)
-
+    found = in_turn(pairs, lambda kind: seconds_of(model, own) if kind else seconds_without(plain))
     ours, torchs = Clock(), Clock()
     hooks.time(ours)
     seconds_of(model, own)
@@ -123,8 +102,7 @@ def alternate(pairs: int) -> dict[str, Any]:
     if hooks.membership.refusal is not None:
         raise RuntimeError(f"these steps have no recovery in place: {hooks.membership.refusal}")
     return {
-        "ratios": ratios,
-        "steps": steps,
+        **found,
         "hooks": 1e6 * ours.seconds / ours.calls["reduce"],
         "torch's hook": 1e6 * torchs.seconds / torchs.calls["allreduce_hook"],
     }
@@ -199,8 +177,10 @@ def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
     ratios = gathered(measurements, "ratios")
     hooks, torchs = gathered(measurements, "hooks"), gathered(measurements, "torch's hook")
     return [
-        row(case.peer, titled(), RATIO, ratios, "", with_interval(ratios)),
-        row(case.peer, titled(), STEP, gathered(measurements, "steps"), "ms"),
-        row(case.peer, titled(), HOOKS, hooks, "µs", "each rank, with torch's start of allreduce"),
-        row(TORCH, titled(), HOOKS, torchs, "µs", "each rank, its part in Python"),
+        row(case.peer, case.title, RATIO, ratios, "", with_interval(ratios)),
+        row(case.peer, case.title, STEP, gathered(measurements, "steps"), "ms"),
+        row(
+            case.peer, case.title, HOOKS, hooks, "µs", "each rank, with torch's start of allreduce"
+        ),
+        row(TORCH, case.title, HOOKS, torchs, "µs", "each rank, its part in Python"),
     ]

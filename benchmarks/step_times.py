@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.launch import titled as placed
@@ -34,14 +34,11 @@ RATIO, STEP, HOOKS = "steps that are counted, beside plain ones", "a plain step"
 
 
 class Case(NamedTuple):
-    """A number of pairs of blocks."""
+    """What is compared, in a number of pairs of blocks."""
 
     peer: Peer
+    title: str
     pairs: int
-
-    @property
-    def title(self) -> str:
-        return titled()
 
 
 def titled() -> str:
@@ -51,11 +48,21 @@ def titled() -> str:
 
 def measure(effort: Effort) -> list[Row]:
     """Measure the cost of counting steps."""
+    return measured_in_pairs(effort, titled(), drive, _rows)
+
+
+def measured_in_pairs(
+    effort: Effort,
+    title: str,
+    drive: Callable[..., dict[str, Any]],
+    to_rows: Callable[[Case, list[Driven]], list[Row]],
+) -> list[Row]:
+    """Measure a case of this project in pairs of blocks."""
     peer = PEERS["ours"]
     if effort.families and peer.family not in effort.families:
         return []
-    cases = [Case(peer, QUICK_PAIRS if effort.quick else PAIRS)]
-    return measured(cases, 1, lambda case: apart(drive, DEADLINE, pairs=case.pairs), _rows)
+    cases = [Case(peer, title, QUICK_PAIRS if effort.quick else PAIRS)]
+    return measured(cases, 1, lambda case: apart(drive, DEADLINE, pairs=case.pairs), to_rows)
 
 
 def drive(pairs: int) -> dict[str, Any]:
@@ -63,22 +70,42 @@ def drive(pairs: int) -> dict[str, Any]:
     from distributor import TorchDistributor
 
     distributor = TorchDistributor(RANKS, use_gpu=False)
-    ranks = distributor.run_all(alternate, pairs)
-    return {
-        "ratios": ranks[0]["ratios"],
-        "steps": ranks[0]["steps"],
-        "hooks": [rank["hooks"] for rank in ranks],
-    }
+    return of_ranks(distributor.run_all(alternate, pairs), "hooks")
 
 
-def alternate(pairs: int) -> dict[str, Any]:
-    """Train in blocks with the hooks and without; the order within a pair is random.
+def of_ranks(ranks: Sequence[dict[str, Any]], *names: str) -> dict[str, Any]:
+    """Return rank 0's ratios and times of steps, and the named quantities of each rank."""
+    first = {name: ranks[0][name] for name in ("ratios", "steps")}
+    return first | {name: [rank[name] for rank in ranks] for name in names}
+
+
+def in_turn(pairs: int, seconds_of: Callable[[bool], float]) -> dict[str, list[float]]:
+    """Time pairs of a block with the hooks and one without, in random order.
 
     Returns
     -------
     dict
         For each pair, the time with the hooks by the time without; milliseconds of a step without
-        them; microseconds that they take in a step by what they measure themselves.
+        them.
+    """
+    order = random.Random(0)  # the same on all ranks
+    ratios, steps = [], []
+    for pair in range(WARM_UPS + pairs):
+        seconds = {kind: seconds_of(kind) for kind in order.sample([True, False], 2)}
+        if pair >= WARM_UPS:
+            ratios.append(seconds[True] / seconds[False])
+            steps.append(1e3 * seconds[False] / STEPS)
+    return {"ratios": ratios, "steps": steps}
+
+
+def alternate(pairs: int) -> dict[str, Any]:
+    """Train in blocks with the hooks and without.
+
+    Returns
+    -------
+    dict
+        What `in_turn` returns, and the microseconds that the hooks take in a step by what they
+        measure themselves.
     """
     import torch
     import torch.distributed as dist
@@ -93,29 +120,25 @@ def alternate(pairs: int) -> dict[str, Any]:
     batches: Any = torch.rand(STEPS, BATCH, SIZE)
     loader: Any = torch.utils.data.DataLoader(batches, batch_size=None)
     hooks = Hooks(model, loader)
-    order = random.Random(0)  # the same on all ranks
-    ratios, steps = [], []
-    for pair in range(WARM_UPS + pairs):
-        seconds = {}
-        for counts in order.sample([True, False], 2):
-            hooks.use(counts)
-            dist.barrier()
-            began = time.perf_counter()
-            for batch in loader:
-                optimizer.zero_grad()
-                model(batch).square().mean().backward()
-                optimizer.step()
-            seconds[counts] = time.perf_counter() - began
-        if pair >= WARM_UPS:
-            ratios.append(seconds[True] / seconds[False])
-            steps.append(1e3 * seconds[False] / STEPS)
+
+    def seconds_of(counts: bool) -> float:
+        hooks.use(counts)
+        dist.barrier()
+        began = time.perf_counter()
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        return time.perf_counter() - began
+
+    found = in_turn(pairs, seconds_of)
     hooks.use(True)
     counted = Counters(*hooks.clock._cells)
     if counted.steps != (WARM_UPS + pairs) * STEPS or not counted.waited:
         raise RuntimeError(f"the hooks have counted {counted.steps:g} steps: {counted}")
     dist.destroy_process_group()
     taken = counted.hooks / counted.steps + hooks.seconds_of_wait()
-    return {"ratios": ratios, "steps": steps, "hooks": 1e6 * taken}
+    return {**found, "hooks": 1e6 * taken}
 
 
 class Hooks:

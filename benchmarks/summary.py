@@ -70,7 +70,6 @@ _HERE = launch.titled(LOCAL, launch.RANKS)
 _ON_CLUSTER = launch.titled(EMBEDDED, launch.RANKS)
 _STANDALONE = launch.titled("spark://", launch.RANKS)
 _SCALARS = data.titled(loaders.SCALARS)
-_STEPPED = "until the others have done a step"
 GIGABYTE = 1000
 
 LINES = (
@@ -157,25 +156,26 @@ LINES = (
         recovery.RECOVERED,
         "floor_executor",
     ),
-    *(
-        Line(
-            f'a killed {what}, `recovery="in_place"`, {until}',
-            "recovery",
-            recovery.titled(place, fault, megabytes),
-            quantity,
-            ours="ours_in_place",
-        )
-        for what, place, fault, megabytes, quantity, until in (
-            ("rank", LOCAL, recovery.RANK, recovery.SIZES[0], recovery.STEPPED, _STEPPED),
-            (
-                *("rank", LOCAL, recovery.RANK, recovery.SIZES[1], recovery.FORMED),
-                "a model of 1 GB, until the others can begin a step",
-            ),
-            (
-                *("executor", recovery.THREE_EXECUTORS, recovery.EXECUTOR, recovery.SIZES[0]),
-                *(recovery.STEPPED, _STEPPED),
-            ),
-        )
+    Line(
+        'a killed rank, `recovery="in_place"`, until the others have done a step',
+        "recovery",
+        recovery.titled(LOCAL, recovery.RANK, recovery.SIZES[0]),
+        recovery.STEPPED,
+        ours="ours_in_place",
+    ),
+    Line(
+        'a killed rank, `recovery="in_place"`, a model of 1 GB, until the others can begin a step',
+        "recovery",
+        recovery.titled(LOCAL, recovery.RANK, recovery.SIZES[1]),
+        recovery.FORMED,
+        ours="ours_in_place",
+    ),
+    Line(
+        'a killed executor, `recovery="in_place"`, until the others have done a step',
+        "recovery",
+        recovery.titled(recovery.THREE_EXECUTORS, recovery.EXECUTOR, recovery.SIZES[0]),
+        recovery.STEPPED,
+        ours="ours_in_place",
     ),
     Line(
         "a host that is cut off, until the run reports it",
