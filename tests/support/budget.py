@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 30_652,
+    "lines of code in distributor/": 30_675,
     "modules in distributor/": 200,
-    "lines in tests/": 32_747,
+    "lines in tests/": 32_800,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

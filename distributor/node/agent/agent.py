@@ -336,11 +336,11 @@ class Agent:
 
     def _go_on_with(self, members: Members) -> None:
         """Have these ranks go on without those that have failed."""
-        self._log_relay.drain()  # what the lost ones have printed
         failed = [worker for worker in self._workers if isinstance(worker.outcome, Failure)]
         others = self._workers if members.change == "end" else failed
         lost = [worker for worker in others if worker.origin.rank not in members.numbers]
         self._failures = [each for each in self._failures if each.origin.rank in members.numbers]
+        self._log_relay.drain(lost)
         for worker in lost:
             if worker.outcome is None:  # it has come too late
                 worker.process.kill()

@@ -132,10 +132,13 @@ class LogRelay:
         self._redaction = redaction
         self._num_bytes = 0
 
-    def relay(self, last: bool = False) -> bool:
+    def relay(self) -> bool:
         """Pass on what ranks have written since the last call, and return whether there is more."""
+        return self._relay(self._workers, last=False)
+
+    def _relay(self, workers: Sequence[WorkerHandle], last: bool) -> bool:
         more = False
-        for worker, source, file in self._files():
+        for worker, source, file in _files(workers):
             if not self._sink.has_room():
                 break
             data = os.pread(file.fileno(), CHUNK, worker.relayed[source])
@@ -153,30 +156,36 @@ class LogRelay:
                     worker.send(messages.MANY_LINES)
         return more
 
-    def drain(self) -> None:
-        """Pass on all output that is left, or how much there is if the sink makes no room."""
+    def drain(self, workers: Sequence[WorkerHandle] | None = None) -> None:
+        """Pass on all that ranks that have ended, or all, have left.
+
+        If the sink makes no room, pass on how much that is.
+        """
+        ended = self._workers if workers is None else workers
         deadline, relayed = time.monotonic() + DRAIN_SECONDS, self._num_bytes
-        while self._unread() and time.monotonic() < deadline:
-            self.relay(last=True)
+        while (unread := _unread(ended)) and time.monotonic() < deadline:
+            self._relay(ended, last=True)
             if self._num_bytes > relayed:
                 deadline, relayed = time.monotonic() + DRAIN_SECONDS, self._num_bytes
             else:
                 time.sleep(FULL_PAUSE)
-        for worker, source, left in self._unread():
+        for worker, source, left in unread:
             worker.relayed[source] += left
             stream = source if source in STANDARD_STREAMS else "stderr"
             marker = GAP_MARKER.format(left, source, DRAIN_SECONDS)
             self._sink.write(worker.origin.rank, stream, marker.encode())
 
-    def _unread(self) -> list[tuple[WorkerHandle, Source, int]]:
-        """Return which files have bytes that were not passed on, and how many."""
-        return [
-            (worker, source, left)
-            for worker, source, file in self._files()
-            if (left := os.fstat(file.fileno()).st_size - worker.relayed[source]) > 0
-        ]
 
-    def _files(self) -> Iterator[tuple[WorkerHandle, Source, BinaryIO]]:
-        for worker in self._workers:
-            for source, file in worker.output_files.items():
-                yield worker, source, file
+def _unread(workers: Sequence[WorkerHandle]) -> list[tuple[WorkerHandle, Source, int]]:
+    """Return which files have bytes that were not passed on, and how many."""
+    return [
+        (worker, source, left)
+        for worker, source, file in _files(workers)
+        if (left := os.fstat(file.fileno()).st_size - worker.relayed[source]) > 0
+    ]
+
+
+def _files(workers: Sequence[WorkerHandle]) -> Iterator[tuple[WorkerHandle, Source, BinaryIO]]:
+    for worker in workers:
+        for source, file in worker.output_files.items():
+            yield worker, source, file
