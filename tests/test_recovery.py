@@ -81,6 +81,20 @@ def test_the_others_go_on_and_new_processes_join(
     assert ranks - len(faults) in sizes
 
 
+def test_the_others_do_not_wait_until_the_kernel_has_ended_a_process(
+    tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
+    """But its replacement does, which needs its memory."""
+    values = runner(3).run_all(train_on, tmp_path, [Fault(1, 18, lingers=0.5)], epochs=4, size=3)
+
+    check_survivors(tmp_path, values, {1})
+    history, ended = check(tmp_path, values), float((tmp_path / "ended").read_text())
+    assert min(step[0].at for step in history if len(step) == 2) < ended
+    [new] = {value["pid"] for value in values if value["number"] == 1}
+    assert min(each.at for each in records_in(tmp_path) if each.pid == new) > ended
+    assert "WorkerDied: exited with code 3" in str(warned())
+
+
 def test_the_batch_of_all_ranks_can_stay_as_large(tmp_path: Path) -> None:
     train = partial(train_on, tmp_path, [Fault(1, 8)], epochs=4, size=3, keep_global_batch=True)
     values = runner(3).run_all(train)

@@ -8,9 +8,11 @@ repeated to fill one up.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import platform
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ BATCH, ROWS = 12, 240
 STEPS_OF_REPORT = 3
 SETTLING = 10
 """Steps after which the driver knows of ranks that have joined."""
+EXIT_CODE = 3
 PAUSE = 0.002
 """Seconds of a step, so that the survivors leave the cores to a process that starts."""
 
@@ -49,6 +52,8 @@ class Fault:
         Seconds from then until another thread kills the process; None kills it at once.
     raises, hangs : bool
         Whether the program raises an exception instead, or does nothing any more.
+    lingers : float
+        Seconds for which the process is ending, as if the kernel freed much memory; 0 kills it.
     above : str
         A part of the command line of a process above the rank, which is killed instead of it.
     """
@@ -59,6 +64,7 @@ class Fault:
     delay: float | None = None
     raises: bool = False
     hangs: bool = False
+    lingers: float = 0.0
     above: str = ""
 
     def marker(self, folder: Path) -> Path:
@@ -74,6 +80,10 @@ class Fault:
             raise ValueError("on purpose")
         if self.hangs:
             time.sleep(1000)
+        if self.lingers:
+            threading.Thread(target=self._end_late, args=[folder]).start()
+            end_thread = {"x86_64": 60, "aarch64": 93}[platform.machine()]
+            ctypes.CDLL(None).syscall(end_thread, EXIT_CODE)
         victim = psutil.Process()
         if self.above:
             lines = {each: " ".join(each.cmdline()) for each in victim.parents()}
@@ -83,6 +93,11 @@ class Fault:
             time.sleep(10)  # in which this process ends too
         else:
             threading.Timer(self.delay, victim.kill).start()
+
+    def _end_late(self, folder: Path) -> None:
+        time.sleep(self.lingers)
+        (folder / "ended").write_text(str(time.monotonic()))
+        os._exit(EXIT_CODE)
 
 
 class Record(NamedTuple):

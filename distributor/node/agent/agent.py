@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import BinaryIO, NoReturn
 
+from distributor.core import processes
 from distributor.core.rank_variables import RUN_ID
 from distributor.core.text import Redaction
 from distributor.errors import NodeLost, RunStalled, RunTimeout, StartTimeout
@@ -43,6 +44,8 @@ from distributor.wire.messages import (
 
 RELAY_INTERVAL = 0.05
 """Seconds between two reads of what the ranks printed."""
+WATCH_INTERVAL = 0.02
+"""The same if ranks may be replaced: they are also asked whether they have begun to end."""
 TERMINATION_GRACE_SECONDS = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 LINGERING_WARNING_SECONDS, LINGERING_KILL_SECONDS = 30.0, 600.0
@@ -141,8 +144,9 @@ class Agent:
         if self._store_socket is not None:
             self._store_socket.close()  # rank 0 alone holds it, so that its death frees the port
         has_more_output = False
+        interval = WATCH_INTERVAL if self._node.goes_on else RELAY_INTERVAL
         while self._is_busy():
-            self._selector.wait(0.0 if has_more_output else RELAY_INTERVAL)
+            self._selector.wait(0.0 if has_more_output else interval)
             has_more_output = self._log_relay.relay()
             self._report_usage()
             self._note_exits()
@@ -163,8 +167,8 @@ class Agent:
         self._note_exits()  # of processes that ended after the last check
         return self._awaits_decision
 
-    def _start_rank(self, local_rank: int, role: Role) -> None:
-        worker = self._start(self._node, local_rank, role)
+    def _start_rank(self, local_rank: int, role: Role, former: int = 0) -> None:
+        worker = self._start(self._node, local_rank, role, former)
         self._workers.append(worker)
         self._selector.add(worker)
 
@@ -174,7 +178,7 @@ class Agent:
             replace(self._node, master_addr=self._node.address, master_port=port), 0, "store"
         )
 
-    def _start(self, node: NodeShare, local_rank: int, role: Role) -> WorkerHandle:
+    def _start(self, node: NodeShare, local_rank: int, role: Role, former: int = 0) -> WorkerHandle:
         return start_worker(
             node,
             local_rank,
@@ -184,6 +188,7 @@ class Agent:
             data=self._data,
             on_exit=self._selector.wake,
             role=role,
+            former=former,
         )
 
     # Requests, from any thread
@@ -252,12 +257,14 @@ class Agent:
     def _note_exits(self) -> None:
         """Find the processes that ended without an outcome."""
         for worker in self._workers:
-            if not worker.running and worker.outcome is None and not self._is_stopping:
-                self._selector.read_rest(worker)
-                if worker.outcome is None:
-                    returncode = worker.process.returncode
-                    assert returncode is not None, "the process has ended"
-                    self._note_death(worker, returncode)
+            if worker.outcome is None and not self._is_stopping:
+                returncode = worker.process.returncode
+                if returncode is None and self._node.goes_on:
+                    returncode = processes.early_exit_code(worker.pid)
+                if returncode is not None:
+                    self._selector.read_rest(worker)
+                    if worker.outcome is None:
+                        self._note_death(worker, returncode)
 
     def _note_death(self, worker: WorkerHandle, returncode: int) -> None:
         tail = self._redaction.of_text(worker.tail())
@@ -321,7 +328,8 @@ class Agent:
                 case ReplaceRank(rank, members):
                     self._go_on_with(members)
                     self._spawner.extend_limit()
-                    self._start_rank(rank - self._node.origin(0).rank, "replacement")
+                    former = [each.pid for each in self._others if each.origin.rank == rank][-1]
+                    self._start_rank(rank - self._node.origin(0).rank, "replacement", former)
                 case EndRank(rank, cause):
                     self._end_rank(rank, cause)
                 case MembersChanged(members):

@@ -202,6 +202,7 @@ def start_worker(
     data: BinaryIO | None = None,
     on_exit: Callable[[], object],
     role: Role = "rank",
+    former: int = 0,
 ) -> WorkerHandle:
     """Start the node's rank number `local_rank`.
 
@@ -223,6 +224,8 @@ def start_worker(
         Called once when the process has ended, on any thread.
     role : str, default "rank"
         What the process is.
+    former : int, default 0
+        The process id of the rank that it replaces.
     """
     serves = role == "store" if node.goes_on else node.origin(local_rank).rank == 0
     origin, folder = node.origin(local_rank), local_folder()
@@ -238,6 +241,7 @@ def start_worker(
             share=node.without_secrets(),
             local_rank=local_rank,
             role=role,
+            former=former,
             parent=os.getpid(),
             control=theirs.fileno(),
             program=program.fileno(),

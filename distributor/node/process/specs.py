@@ -122,6 +122,7 @@ class WorkerSpec:
     share: NodeShare  # of its node, without secrets
     local_rank: int
     role: Role = "rank"
+    former: int = 0  # the process id of the rank that it replaces, whose memory it may need
     parent: int  # the process id of the agent or a supervisor
     control: int  # a stream socket to the agent
     program: int  # a file with the pickled `Program`, shared by the node's ranks
