@@ -41,7 +41,7 @@ SIZES = (1, 1000)
 """Megabytes of the checkpoint, or of the model."""
 RECOVERED = "until the first collective of the next attempt"
 STEPPED = "until the others have done a step"
-FORMED = "until the others have formed a group, less the rest of their own gradients"
+FORMED = "until the others have formed a group, less the rest of their own backward pass"
 REPORTED = "until it is reported"
 HOST_REPEATS = 3
 REPEATS = 4
@@ -148,18 +148,21 @@ def train_in_place(config: dict[str, Any]) -> None:
     class Noted(api.State):  # type: ignore[name-defined, misc]
         def on_members(self, rank: int, size: int) -> None:
             if size < IN_PLACE_RANKS and not is_new:
-                (folder / f"formed{os.getpid()}").write_text(f"{self.ended} {time.time()}")
+                moments = self.reduce, self.notify, self.backward, time.time()
+                (folder / f"formed{os.getpid()}").write_text(" ".join(map(str, moments)))
 
-    state = Noted(ended=0.0)  # of its own gradients of the latest step
     membership: Any = worker_context().membership
-    is_new, reduce = membership.joins, membership.reduce
+    state, is_new = Noted(reduce=0.0, notify=0.0, backward=0.0), membership.joins  # their ends
 
-    def noted(group: Any, bucket: Any) -> Any:
-        future = reduce(group, bucket)
-        state.ended = time.time()
-        return future
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            value = function(*arguments)
+            setattr(state, function.__name__, time.time())
+            return value
 
-    membership.reduce = noted
+        return call
+
+    membership.reduce, membership.notify = noted(membership.reduce), noted(membership.notify)
     layer = torch.nn.Linear(ROW_BYTES // 4, config["size"] // ROW_BYTES, bias=False)
     model = api.prepare_model(layer)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -168,7 +171,7 @@ def train_in_place(config: dict[str, Any]) -> None:
     while is_complete or schedule.last_epoch == completed:
         completed = schedule.last_epoch
         optimizer.zero_grad()
-        model(torch.ones(1, ROW_BYTES // 4)).sum().backward()
+        noted(model(torch.ones(1, ROW_BYTES // 4)).sum().backward)()
         optimizer.step()
         schedule.step()
         time.sleep(STEP_SECONDS)  # as if a GPU computed: the ranks do not compete for cores
@@ -293,9 +296,20 @@ def _recovery(fit: Run, fault: str, size: int, ranks: int) -> dict[str, float]:
         formed = [tuple(map(float, file.read_text().split())) for file in folder.glob("formed*")]
     found = {"seconds": max(recovered) - killed[0]}
     if formed:
-        began = max(killed[0], *(ended for ended, _ in formed))
-        found["formed"] = max(at for _, at in formed) - began
+        found["formed"] = _seconds_of_forming(killed[0], formed)
     return found
+
+
+def _seconds_of_forming(killed: float, formed: list[tuple[float, ...]]) -> float:
+    """Return the seconds of a new group, less those in which the last rank still computed.
+
+    For each rank, there are the moments at which it handed over its last gradients, had the notice
+    of the loss, had ended its backward pass, and was in the group. What it does between the notice
+    and the end of the pass, as to copy gradients out of buckets, belongs to any backward pass.
+    """
+    handed_over, notified, ended, _ = max(formed, key=lambda moments: moments[2])
+    waited = max(0.0, notified - max(killed, handed_over))
+    return waited + max(at for *_, at in formed) - max(killed, ended)
 
 
 def _kill(folder: Path, fault: str, ranks: int) -> float:

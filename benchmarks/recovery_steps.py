@@ -33,6 +33,7 @@ SIZE, LAYERS, BATCH = 384, 4, 96
 """Of the model, so that a step takes about 10 ms, and has two buckets of gradients."""
 RATIO = "steps with recovery in place, beside those of DDP"
 HOOKS = "hooks of a step, by the number of buckets"
+OWN = f"{HOOKS}, without torch's multiplication and start of allreduce"
 TORCH = Peer("floor_allreduce_hook", "floor: torch's allreduce_hook", PEERS["ours"].open, "torch")
 
 
@@ -51,7 +52,7 @@ def drive(pairs: int) -> dict[str, Any]:
     from distributor import TorchDistributor
 
     distributor = TorchDistributor(RANKS, use_gpu=False, recovery="in_place", max_failures=1)
-    return of_ranks(distributor.run_all(alternate, pairs), "hooks", "torch's hook")
+    return of_ranks(distributor.run_all(alternate, pairs), "hooks", "own", "torch's hook")
 
 
 def alternate(pairs: int) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def alternate(pairs: int) -> dict[str, Any]:
     -------
     dict
         What `in_turn` returns, and the microseconds of CPU time that the hooks of both kinds take
-        in a step, by bucket.
+        in a step, by bucket; for ours, also without what DDP does for a bucket as well.
     """
     import torch
     import torch.distributed as dist
@@ -93,8 +94,11 @@ def alternate(pairs: int) -> dict[str, Any]:
             return seconds_of(trained, torch.optim.SGD(trained.parameters(), 1e-3))
 
     found = in_turn(pairs, lambda kind: seconds_of(model, own) if kind else seconds_without(plain))
-    ours, torchs = Clock(), Clock()
+    ours, parts, torchs = Clock(), Clock(), Clock()
     hooks.time(ours)
+    seconds_of(model, own)
+    whole = 1e6 * ours.seconds / ours.calls["reduce"]
+    hooks.time_parts(parts)
     seconds_of(model, own)
     timed = torchs.timed(allreduce_hook)
     plain.register_comm_hook(None, lambda group, bucket: timed(group, bucket))
@@ -103,7 +107,8 @@ def alternate(pairs: int) -> dict[str, Any]:
         raise RuntimeError(f"these steps have no recovery in place: {hooks.membership.refusal}")
     return {
         **found,
-        "hooks": 1e6 * ours.seconds / ours.calls["reduce"],
+        "hooks": whole,
+        "own": whole - 1e6 * parts.seconds / parts.calls["allreduce"],
         "torch's hook": 1e6 * torchs.seconds / torchs.calls["allreduce_hook"],
     }
 
@@ -127,6 +132,31 @@ class Clock:
                 self.calls[function.__name__] += 1
 
         return call
+
+
+class Timed:
+    """The methods of an object, with their time counted.
+
+    Parameters
+    ----------
+    target : object
+        The object.
+    clock : Clock
+        Counts their time.
+    """
+
+    def __init__(self, target: Any, clock: Clock) -> None:
+        self._target, self._clock = target, clock
+
+    def __getattr__(self, name: str) -> Any:
+        return self._clock.timed(getattr(self._target, name))
+
+
+class TimedBucket(Timed):
+    """A bucket of gradients whose tensor's methods are timed."""
+
+    def buffer(self) -> Timed:
+        return Timed(self._target.buffer(), self._clock)
 
 
 class Hooks:
@@ -167,20 +197,33 @@ class Hooks:
         """Count the time of all hooks from now on."""
         for hooks, key in self._of_steps:
             hooks[key] = clock.timed(hooks[key])
-        for name in ("reduce", "begin_forward", "_release"):  # the last one on gloo's thread
+        for name in ("reduce", "begin_forward", "_end"):  # the last one on gloo's thread
             setattr(self.membership, name, clock.timed(getattr(self.membership, name)))
+        self._wrap_again()
+
+    def time_parts(self, clock: Clock) -> None:
+        """Count the time of what DDP does for a bucket as well, from now on."""
+        reduce = self.membership.reduce
+        self.membership.reduce = lambda group, bucket: reduce(
+            Timed(group, clock), TimedBucket(bucket, clock)
+        )
+        self._wrap_again()
+
+    def _wrap_again(self) -> None:
         self._model.leave()
         self._model.enter()
 
 
 def _rows(case: Case, measurements: list[Driven]) -> list[Row]:
     ratios = gathered(measurements, "ratios")
-    hooks, torchs = gathered(measurements, "hooks"), gathered(measurements, "torch's hook")
+    hooks, own = gathered(measurements, "hooks"), gathered(measurements, "own")
+    torchs = gathered(measurements, "torch's hook")
     return [
         row(case.peer, case.title, RATIO, ratios, "", with_interval(ratios)),
         row(case.peer, case.title, STEP, gathered(measurements, "steps"), "ms"),
         row(
             case.peer, case.title, HOOKS, hooks, "µs", "each rank, with torch's start of allreduce"
         ),
+        row(case.peer, case.title, OWN, own, "µs", "each rank"),
         row(TORCH, case.title, HOOKS, torchs, "µs", "each rank, its part in Python"),
     ]

@@ -157,6 +157,13 @@ LINES = (
         "floor_executor",
     ),
     Line(
+        'a killed rank, `recovery="in_place"`, until the others have a new group',
+        "recovery",
+        recovery.titled(LOCAL, recovery.RANK, recovery.SIZES[0]),
+        recovery.FORMED,
+        ours="ours_in_place",
+    ),
+    Line(
         'a killed rank, `recovery="in_place"`, until the others have done a step',
         "recovery",
         recovery.titled(LOCAL, recovery.RANK, recovery.SIZES[0]),
@@ -164,7 +171,7 @@ LINES = (
         ours="ours_in_place",
     ),
     Line(
-        'a killed rank, `recovery="in_place"`, a model of 1 GB, until the others can begin a step',
+        'a killed rank, `recovery="in_place"`, a model of 1 GB, until the others have a new group',
         "recovery",
         recovery.titled(LOCAL, recovery.RANK, recovery.SIZES[1]),
         recovery.FORMED,

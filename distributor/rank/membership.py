@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import socket
@@ -22,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 from distributor._compat.torch import (
@@ -195,7 +196,8 @@ class Membership:
                 self._publish(members)
             self._news.notify_all()
         if self.is_broken:
-            self._release()
+            for result in list(self._waiting):
+                self._complete(result)
 
     @property
     def is_broken(self) -> bool:
@@ -247,7 +249,7 @@ class Membership:
     def reduce(self, group: Any, bucket: Any) -> Any:
         """Average a bucket of gradients; never fails, but notes a failure."""
         # Before they are added, as in DDP: a sum of half-precision numbers could overflow.
-        buffer = bucket.buffer().mul_(1 / len(self._members.numbers))
+        buffer = bucket.buffer().mul_(1 / self.size)
         return self._start(buffer, lambda: group.allreduce([buffer]))
 
     def copy_buffers(self, module: Any) -> None:
@@ -270,40 +272,35 @@ class Membership:
 
     def _start(self, tensor: Any, begin: Callable[[], Any]) -> Any:
         """Begin a collective; return a future that is also completed if a member is lost."""
-        import torch
-
         devices = [tensor.device] if tensor.is_cuda else []
-        result: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-        generation = self.generation
+        result = _future_type()(devices=devices)
         self._waiting[result] = tensor
-
-        def finish(done: Any) -> None:
-            try:
-                done.wait()
-            except RuntimeError:
-                if generation == self.generation:  # else, it is the end of a group that was left
-                    self._has_failed = True
-            self._release(result)
-
         try:
             if not self.is_broken:
                 work = begin()
                 if devices:  # its future is complete at once: the GPU waits
                     self._works.append(work)
-                work.get_future().add_done_callback(finish)
+                work.get_future().add_done_callback(partial(self._end, result, self.generation))
                 if not self.is_broken:
                     return result
         except RuntimeError:
             self._has_failed = True
-        self._release(result)
+        self._complete(result)
         return result
 
-    def _release(self, *only: Any) -> None:
-        """Complete these futures, or all, as far as they are not complete."""
-        for result in only or list(self._waiting):
-            tensor = self._waiting.pop(result, None)  # by one thread only
-            if tensor is not None:
-                result.set_result(tensor)
+    def _end(self, result: Any, generation: int, done: Any) -> None:
+        """Note how a collective has ended, on a thread of its group."""
+        try:
+            done.wait()
+        except RuntimeError:
+            if generation == self.generation:  # else, it is the end of a group that was left
+                self._has_failed = True
+        self._complete(result)
+
+    def _complete(self, result: Any) -> None:
+        tensor = self._waiting.pop(result, None)  # by one thread only
+        if tensor is not None:
+            result.set_result(tensor)
 
     def note_error(self, error: Exception) -> bool:
         """Return whether an error of a collective in ``forward`` is that of a lost member."""
@@ -360,8 +357,11 @@ class Membership:
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._thread = threading.get_ident()
-        if self.refusal is None:
-            self._await_works()
+        if self._works and self.refusal is None:
+            try:  # nothing but this process ends those of NCCL that wait for a lost member
+                self._await(self._works, NCCL_LIMIT_SECONDS)
+            except RuntimeError:
+                self._has_failed = True
         self._works.clear()  # they keep the group alive
         if self.refusal is not None or not self._accepts(optimizer, args, kwargs):
             return
@@ -376,19 +376,6 @@ class Membership:
                 undone = self._living_followers(undone=True)
                 self._undo = [(follower, follower.save()) for follower in undone]
             optimizer.zero_grad(set_to_none=True)
-
-    def _await_works(self) -> None:
-        """Wait for the collectives of this step on the GPU, unless a member is lost.
-
-        Nothing but this process ends those of NCCL that wait for a lost one.
-        """
-        began = time.monotonic()
-        for work in self._works:
-            while not self.is_broken and not work.is_completed():
-                waited = time.monotonic() - began
-                if waited > NCCL_LIMIT_SECONDS:
-                    self._has_failed = True
-                pause(began, POLL_SECONDS)
 
     def after_step(self, *_: object) -> None:
         if self.refusal is None and not self._has_formed:
@@ -577,12 +564,12 @@ class Membership:
         while True:
             time.sleep(WAITING_SECONDS)
 
-    def _await(self, works: Iterable[Any]) -> None:
-        """Wait for collectives of a group that forms; raise RuntimeError if a member is lost."""
+    def _await(self, works: Iterable[Any], seconds: float = math.inf) -> None:
+        """Wait for collectives; raise RuntimeError if a member is lost, or after some seconds."""
+        began = time.monotonic()
         for work in works:
-            began = time.monotonic()
             while not work.is_completed():
-                if self.is_broken:
+                if self.is_broken or time.monotonic() > began + seconds:
                     raise RuntimeError("a member is lost")
                 pause(began, POLL_SECONDS)
             work.wait()
@@ -656,6 +643,13 @@ class Membership:
 def pause(began: float, most: float = 0.05) -> None:
     """Sleep for a part of the time since `began`, in monotonic seconds, before another look."""
     time.sleep(min(most, max(POLL_SECONDS, time.monotonic() - began) / 10))
+
+
+@cache
+def _future_type() -> Any:
+    from torch.futures import Future  # in each call, it would take as long as the rest
+
+    return Future
 
 
 def _leave_group(aborts: bool) -> None:
