@@ -39,6 +39,10 @@ PLAIN = {
 NOTHING = ""
 
 
+KILLED_RANK, LARGE_RANK = ((LOCAL, recovery.RANK, size) for size in recovery.SIZES)
+KILLED_EXECUTOR = recovery.THREE_EXECUTORS, recovery.EXECUTOR, recovery.SIZES[0]
+
+
 class Line(NamedTuple):
     """A line of the table: a figure of some peers in one case.
 
@@ -156,33 +160,20 @@ LINES = (
         recovery.RECOVERED,
         "floor_executor",
     ),
-    Line(
-        'a killed rank, `recovery="in_place"`, until the others have a new group',
-        "recovery",
-        recovery.titled(LOCAL, recovery.RANK, recovery.SIZES[0]),
-        recovery.FORMED,
-        ours="ours_in_place",
-    ),
-    Line(
-        'a killed rank, `recovery="in_place"`, until the others have done a step',
-        "recovery",
-        recovery.titled(LOCAL, recovery.RANK, recovery.SIZES[0]),
-        recovery.STEPPED,
-        ours="ours_in_place",
-    ),
-    Line(
-        'a killed rank, `recovery="in_place"`, a model of 1 GB, until the others have a new group',
-        "recovery",
-        recovery.titled(LOCAL, recovery.RANK, recovery.SIZES[1]),
-        recovery.FORMED,
-        ours="ours_in_place",
-    ),
-    Line(
-        'a killed executor, `recovery="in_place"`, until the others have done a step',
-        "recovery",
-        recovery.titled(recovery.THREE_EXECUTORS, recovery.EXECUTOR, recovery.SIZES[0]),
-        recovery.STEPPED,
-        ours="ours_in_place",
+    *(
+        Line(
+            f'a killed {victim}, `recovery="in_place"`, {when} the others have {done}',
+            "recovery",
+            recovery.titled(*case),
+            what,
+            ours="ours_in_place",
+        )
+        for victim, case, what, when, done in (
+            ("rank", KILLED_RANK, recovery.FORMED, "until", "a new group"),
+            ("rank", KILLED_RANK, recovery.STEPPED, "until", "done a step"),
+            ("rank", LARGE_RANK, recovery.FORMED, "a model of 1 GB, until", "a new group"),
+            ("executor", KILLED_EXECUTOR, recovery.STEPPED, "until", "done a step"),
+        )
     ),
     Line(
         "a host that is cut off, until the run reports it",
