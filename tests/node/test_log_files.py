@@ -51,9 +51,9 @@ def test_what_a_lost_rank_has_left_is_passed_on_alone(tmp_path: Path) -> None:
     passed_on: list[tuple[int, str, bytes]] = []
     sink: Any = SimpleNamespace(write=lambda *output: passed_on.append(output))
     sink.has_room = lambda: True
-    relay = LogRelay(workers, sink, Redaction({}))
+    relay = LogRelay(sink, Redaction({}))
 
     relay.drain(workers[:1])
     assert passed_on == [(0, "stdout", b"0\n")]
-    relay.relay()
+    relay.relay(workers)
     assert passed_on[1:] == [(1, "stdout", b"1\n")]

@@ -102,7 +102,7 @@ class Agent:
         self._redaction = Redaction(node.env)
         has_metrics = RUN_ID in node.env and has_host_usage()
         self._system_metrics = SystemMetrics(node.name) if has_metrics else None
-        self._log_relay = LogRelay(self._workers, listener, self._redaction)
+        self._log_relay = LogRelay(listener, self._redaction)
         self._ranks = RanksMonitor(self._workers, node)
         self._activity = ActivityMonitor(self._workers, node.activity_interval, node.uses_gpus)
         self._num_starting = node.ranks_per_node
@@ -123,7 +123,7 @@ class Agent:
             if self._workers and self._node.settings.step_times:
                 self._write_use(self._ranks.sample(time.monotonic()))
             if kind is not None and issubclass(kind, Exception):
-                self._log_relay.drain()  # the output may show why the run was cut short
+                self._log_relay.drain(self._workers)  # the output may show why it was cut short
         finally:
             for worker in self._workers:
                 worker.close(keep_value=kind is None)
@@ -147,7 +147,7 @@ class Agent:
         interval = WATCH_INTERVAL if self._node.goes_on else RELAY_INTERVAL
         while self._is_busy():
             self._selector.wait(0.0 if has_more_output else interval)
-            has_more_output = self._log_relay.relay()
+            has_more_output = self._log_relay.relay(self._workers)
             self._report_usage()
             self._note_exits()
             self._check_store()
@@ -157,7 +157,7 @@ class Agent:
             self._release_or_stop()
             self._report_work_done()
         self._report_work_done()
-        self._log_relay.drain()
+        self._log_relay.drain(self._workers)
         values = [worker.outcome for worker in self._workers if isinstance(worker.outcome, Value)]
         return [*self._failures, *values]
 
@@ -277,7 +277,8 @@ class Agent:
         worker.settle(failure)
         self._failures.append(failure)
         if self._node.goes_on:
-            self._log_relay.relay()  # whether the others can go on, if they have reported it
+            # Whether the others can go on, if they have reported it.
+            self._log_relay.relay(self._workers)
         if self._listener.on_rank_failed(failure):
             self._awaits_decision = True
         else:
@@ -403,7 +404,7 @@ class Agent:
         try:
             while any(w.running for w in self._workers) and time.monotonic() < deadline:
                 self._selector.wait(RELAY_INTERVAL)
-                self._log_relay.relay()
+                self._log_relay.relay(self._workers)
                 if self._wants_kill:
                     break
         finally:

@@ -116,27 +116,19 @@ class LogRelay:
 
     Parameters
     ----------
-    workers : sequence of WorkerHandle
-        The node's workers; those that are started later are appended to the same sequence.
     sink : AgentListener
         Receives the output.
     redaction : Redaction
         Removes secrets from what the ranks print.
     """
 
-    def __init__(
-        self, workers: Sequence[WorkerHandle], sink: AgentListener, redaction: Redaction
-    ) -> None:
-        self._workers = workers
+    def __init__(self, sink: AgentListener, redaction: Redaction) -> None:
         self._sink = sink
         self._redaction = redaction
         self._num_bytes = 0
 
-    def relay(self) -> bool:
+    def relay(self, workers: Sequence[WorkerHandle], last: bool = False) -> bool:
         """Pass on what ranks have written since the last call, and return whether there is more."""
-        return self._relay(self._workers, last=False)
-
-    def _relay(self, workers: Sequence[WorkerHandle], last: bool) -> bool:
         more = False
         for worker, source, file in _files(workers):
             if not self._sink.has_room():
@@ -156,15 +148,14 @@ class LogRelay:
                     worker.send(messages.MANY_LINES)
         return more
 
-    def drain(self, workers: Sequence[WorkerHandle] | None = None) -> None:
-        """Pass on all that ranks that have ended, or all, have left.
+    def drain(self, ended: Sequence[WorkerHandle]) -> None:
+        """Pass on all that is left of ranks, or how much there is if the sink makes no room.
 
-        If the sink makes no room, pass on how much that is.
+        What a rank writes meanwhile may be left out, so they must have ended.
         """
-        ended = self._workers if workers is None else workers
         deadline, relayed = time.monotonic() + DRAIN_SECONDS, self._num_bytes
         while (unread := _unread(ended)) and time.monotonic() < deadline:
-            self._relay(ended, last=True)
+            self.relay(ended, last=True)
             if self._num_bytes > relayed:
                 deadline, relayed = time.monotonic() + DRAIN_SECONDS, self._num_bytes
             else:
