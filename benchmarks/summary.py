@@ -167,6 +167,7 @@ LINES = (
             recovery.titled(*case),
             what,
             ours="ours_in_place",
+            in_readme=what == recovery.STEPPED,
         )
         for victim, case, what, when, done in (
             ("rank", KILLED_RANK, recovery.FORMED, "until", "a new group"),

@@ -47,5 +47,5 @@ def test_the_pages_show_the_results() -> None:
 
     assert summary(load(RESULTS)) in (ROOT / "docs/explanation/performance.md").read_text()
     table = highlights(load(RESULTS))
-    assert table.count("\n") == 1 + 3
+    assert table.count("\n") == 1 + 5
     assert table in (ROOT / "README.md").read_text()
