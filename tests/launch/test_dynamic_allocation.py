@@ -183,7 +183,7 @@ def occupy(rows):
     time.sleep(30)
     yield from rows
 
-busy = threading.Thread(target=spark.range(1).repartition(1).rdd.mapPartitions(occupy).count)
+busy = threading.Thread(target=spark.range(0, 1, 1, 1).rdd.mapPartitions(occupy).count)
 busy.start()
 until(lambda: executors() == 1)
 threading.Thread(target=decommission).start()
