@@ -194,7 +194,8 @@ class Membership:
         """Have ranks join that are ready, once the group has formed: a step of all is agreed on."""
         left = set(self.current.numbers) - self.finished
         joining = self._ready - left
-        if left and joining and self.has_formed and self.current.change != "end":
+        is_possible = self.refusal is None and self.current.change != "end"
+        if left and joining and self.has_formed and is_possible:
             self._change(left | joining, "growth")
 
     def _change(self, numbers: set[int], change: Change) -> None:

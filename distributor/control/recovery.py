@@ -203,7 +203,8 @@ class Recovery:
         if not self._is_running:
             return False
         attempt, nodes, now = self._attempt, self._nodes, self._clock()
-        is_preempted = leaves or failures[0].origin.host in attempt.preempted
+        has_died = failures[0].step is None
+        is_preempted = leaves or (has_died and failures[0].origin.host in attempt.preempted)
         is_counted = bool(ends) and now < nodes.lost_beside(node) + SAME_LOSS_SECONDS
         limit = None if is_counted else attempt.limit_reached_by(is_preempted)
         reason = self.members.reason_to_restart(failures) or limit
@@ -358,6 +359,9 @@ class Recovery:
     def note_start(self, node: int) -> None:
         """Note that the ranks of a node run, and will join if they are none of the start."""
         if node in self._nodes.present:
+            return
+        if not self._is_open:  # since it was welcome
+            self._handle.links.send(node, messages.Stop("no rank can join"))
             return
         self._nodes.present.add(node)
         described = self._nodes.describe({node})

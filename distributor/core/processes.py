@@ -122,6 +122,11 @@ def stat_field(pid: int, field: Stat) -> str:
     return _stat(pid)[field].decode()
 
 
+def exists(pid: int) -> bool:
+    """Return whether there is such a process, also one that has ended and was not waited for."""
+    return os.path.exists(f"/proc/{pid}")
+
+
 def early_exit_code(pid: int) -> int | None:
     """Return the exit code, or minus the signal, of a process that has begun to end, or has ended.
 

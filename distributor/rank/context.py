@@ -78,7 +78,7 @@ class WorkerContext:
     ) -> None:
         self.preemption_notices = PreemptionNotices(send_control)
         self.clock = clock or StepClock()  # what this process spends its time on
-        self.completed_steps = 0  # in earlier attempts too; sent with the program's failure
+        self.completed_steps = 0  # reports, in earlier attempts too
         self.uses_gpus = True  # if not, this process may still see some
         self.rendezvous: tuple[str, int] = ("", 0)  # of rank 0's store, whatever the program sets
         self.store: object = None  # kept while the process lives: shutting it down takes time
@@ -91,6 +91,12 @@ class WorkerContext:
         self.register_loader: Callable[[Callable[[], Any], str | None], Any] | None = None
         self._progress_file = progress_file  # the agent reads it
         self._final_steps: list[Callable[[], object]] = []
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of the optimizer, if survivors of a lost rank go on; else, the reports."""
+        members = self.membership
+        return self.completed_steps if members is None or members.refusal else max(0, members.steps)
 
     @property
     def is_rank(self) -> bool:

@@ -95,7 +95,7 @@ class Agent:
         self._head_start = head_start
         self._workers: list[WorkerHandle] = []
         self._store: WorkerHandle | None = None
-        self._others: list[WorkerHandle] = []  # the store, and ranks that the others survive
+        self._lost: list[WorkerHandle] = []  # ranks that the others survive, until they have ended
         self._selector = WorkerSelector(self._handle)
         self._failures: list[Failure] = []
         self._grace_period = FailureGracePeriod(node.ranks_per_node)
@@ -127,7 +127,7 @@ class Agent:
         finally:
             for worker in self._workers:
                 worker.close(keep_value=kind is None)
-            for worker in self._others:
+            for worker in filter(None, (*self._lost, self._store)):
                 worker.close(keep_value=False)
             self._selector.close()
 
@@ -138,7 +138,6 @@ class Agent:
         """
         if self._node.goes_on and self._store_socket is not None:
             self._store = self._start_store(self._store_socket)  # so that any rank may be lost
-            self._others.append(self._store)
         for local_rank in range(self._node.ranks_per_node):
             self._start_rank(local_rank, "replacement" if self._node.joins else "rank")
         if self._store_socket is not None:
@@ -150,6 +149,7 @@ class Agent:
             has_more_output = self._log_relay.relay(self._workers)
             self._report_usage()
             self._note_exits()
+            self._close_lost()
             self._check_store()
             self._check_deadlines(start_deadline, timeout)
             self._answer_requests()
@@ -171,6 +171,8 @@ class Agent:
         worker = self._start(self._node, local_rank, role, former)
         self._workers.append(worker)
         self._selector.add(worker)
+        if role == "replacement":  # the former one may have been killed while it wrote a line
+            self._listener.write(worker.origin.rank, "progress", b"\n")
 
     def _start_store(self, listener: socket.socket) -> WorkerHandle:
         port = listener.getsockname()[1]
@@ -329,7 +331,7 @@ class Agent:
                 case ReplaceRank(rank, members):
                     self._go_on_with(members)
                     self._spawner.extend_limit()
-                    former = [each.pid for each in self._others if each.origin.rank == rank][-1]
+                    former = [0, *(each.pid for each in self._lost if each.origin.rank == rank)][-1]
                     self._start_rank(rank - self._node.origin(0).rank, "replacement", former)
                 case EndRank(rank, cause):
                     self._end_rank(rank, cause)
@@ -356,10 +358,21 @@ class Agent:
             worker.release()
             self._workers.remove(worker)
             self._selector.remove(worker)
-        self._others += lost
+        self._lost += lost
         self._awaits_decision = bool(self._failures)
         for worker in self._workers:
             worker.send(messages.MEMBERS + members.to_line())
+
+    def _close_lost(self) -> None:
+        """Close what is left of lost ranks that have ended; kill those that do not end."""
+        now = time.monotonic()
+        for worker in [*self._lost]:
+            if now > worker.released_at + TERMINATION_GRACE_SECONDS:
+                worker.process.kill()  # its replacement waits for its memory
+            if not worker.running:
+                self._log_relay.drain([worker])  # its exit handlers may have printed more
+                worker.close(keep_value=False)
+                self._lost.remove(worker)
 
     def _stacks(self) -> dict[int, str]:
         """Return the stacks of the ranks that have no outcome yet."""

@@ -23,7 +23,7 @@ from distributor._compat.torch import serve_store
 from distributor.core.addresses import use_host_name
 from distributor.core.files import create_scratch
 from distributor.core.module_search import find_at
-from distributor.core.processes import POLL_SECONDS, early_exit_code, set_run_title
+from distributor.core.processes import POLL_SECONDS, exists, set_run_title
 from distributor.node.process.exit import (
     end_process,
     exit_code_of,
@@ -171,7 +171,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
         control.await_release()
         return
     control.send(messages.STARTED)
-    while worker_spec.former and early_exit_code(worker_spec.former) is not None:
+    while worker_spec.former and exists(worker_spec.former):
         time.sleep(POLL_SECONDS)
     libraries.allow_own_rendezvous(*context.rendezvous, share.run_id)
     install_mlflow_hooks()
@@ -227,7 +227,7 @@ def _run_program(worker_spec: WorkerSpec, context: WorkerContext) -> bool:
             raise
         except BaseException as error:  # the driver is to know of any
             if os.getpid() == rank:
-                failure = failure_of(error, worker_spec.origin, context.completed_steps)
+                failure = failure_of(error, worker_spec.origin, context.num_steps)
                 file.seek(0)
                 file.truncate()
                 pickle.dump(failure, file)

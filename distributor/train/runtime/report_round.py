@@ -251,6 +251,7 @@ class ReportRounds:
     def finish(self, number: int) -> None:
         """Finish after so many reports of this rank, and let no other rank wait for another one."""
         if self._channel.rank == 0:
+            self._take_over()
             self._manager.finish()
         self._channel.leave(
             f"report/{number}/come", f"has returned after {counted(number, 'report')}"
