@@ -7,6 +7,7 @@ cluster.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 from support import process_launcher, survivors
 from support.process_launcher import ProcessLauncher
 from support.survivors import (
@@ -31,12 +33,13 @@ from support.survivors import (
     records_in,
     train_on,
 )
+from torch.utils.data import DataLoader
 
 from distributor import DeepspeedTorchDistributor, TorchDistributor
 from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.node.process.supervisor import is_supported
 from distributor.train import FailureConfig, RunConfig, ScalingConfig
-from distributor.train.torch import TorchTrainer
+from distributor.train.torch import State, TorchTrainer, prepare_data_loader, prepare_model
 
 cloudpickle.register_pickle_by_value(survivors)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -114,13 +117,53 @@ def test_gradients_are_accumulated(tmp_path: Path) -> None:
 def test_an_exception_is_shown_once_and_the_new_rank_0_returns_the_value(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is raised in the last steps, so that the run ends before another process has joined."""
-    value = runner(3).run(train_on, tmp_path, [Fault(0, 26, raises=True)], epochs=4)
+    """The run ends before another process has joined, which waits for the end of the former one."""
+    value = runner(3).run(train_on, tmp_path, [Fault(0, 26, raises=True, lingers=9.0)], epochs=4)
 
     shown = capfd.readouterr()
     assert (value["number"], value["rank"], value["size"]) == (1, 0, 2)
     assert (shown.out + shown.err).count("Traceback (most recent call last)") == 1, shown
     assert "Lost rank 0" in shown.err
+
+
+class Phases(State):
+    """Ends with the epoch in which there are as many ranks again."""
+
+    def on_members(self, rank: int, size: int) -> None:
+        self.end = self.epoch + 1 if size == 3 else math.inf
+
+
+def train_in_phases(folder: Path) -> Any:
+    """Train on a loader, and then on another one; two ranks raise the same at other steps."""
+    module = torch.nn.Linear(1, 1)
+    model, state = prepare_model(module), Phases(epoch=0, step=0, end=math.inf)
+    optimizer, number = torch.optim.SGD(module.parameters(), 0.01), int(os.environ["RANK"])
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, min_lr=1e-4)
+    first, second = (
+        prepare_data_loader(DataLoader(torch.rand(rows, 1), batch_size=2)) for rows in (12, 120)
+    )
+    while state.epoch < state.end:
+        for x in first if state.epoch == 0 else second:
+            loss = (model(x) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            marker = folder / f"raised{number}"
+            if (number, state.step) in ((1, 10), (2, 20)) and not marker.exists():
+                marker.touch()
+                raise OSError("on purpose")
+            optimizer.step()
+            state.step += 1
+            time.sleep(PAUSE)
+        schedule.step(1.0)
+        state.epoch += 1
+    return number, state.step, schedule.state_dict(), module.weight.item()
+
+
+def test_replacements_follow_loaders_and_schedulers(tmp_path: Path) -> None:
+    values = runner(3).run_all(train_in_phases, tmp_path)
+
+    assert [value[0] for value in values] == [0, 1, 2]
+    assert values[0][1:] == values[1][1:] == values[2][1:]
 
 
 def fit_and_report(

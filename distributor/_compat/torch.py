@@ -267,18 +267,22 @@ def begin_alone(distributed_c10d: ModuleType) -> None:
         yield sys.modules["torch.distributed"].HashStore(), 0, 1
 
 
-def skip_schedules(lr_scheduler: ModuleType, is_void: Callable[[Any], bool]) -> None:
-    """Have schedulers not count a step of which the function says that it has changed nothing."""
+def follow_schedulers(
+    lr_scheduler: ModuleType, follow: Callable[[Any], object], is_void: Callable[[Any], bool]
+) -> None:
+    """Pass new schedulers to a function; have them not count a step that has changed nothing."""
 
-    def wrap(owner: Any) -> None:
+    def wrap_step(owner: Any) -> None:
         @replacing(owner, "step")
         def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             return None if is_void(self) else original(self, *args, **kwargs)
 
     for owner in vars(lr_scheduler).values():
-        is_scheduler = isinstance(owner, type) and issubclass(owner, lr_scheduler.LRScheduler)
-        if is_scheduler and "step" in vars(owner):
-            wrap(owner)
+        if isinstance(owner, type) and issubclass(owner, lr_scheduler.LRScheduler):
+            if "__init__" in vars(owner):  # some constructors call no other one, and no step
+                note_calls(owner, "__init__", lambda scheduler, *_, **__: follow(scheduler))
+            if "step" in vars(owner):
+                wrap_step(owner)
 
 
 def note_calls(owner: Any, name: str, note: Callable[..., object]) -> None:

@@ -295,7 +295,7 @@ class Progress:
     def end(self, finished: Pass) -> None:
         """Go on to the next epoch, rows that the pass has dropped included."""
         if self._pass is finished:
-            self._pass = Pass(Epoch(finished.epoch.number + 1, finished.epoch.order))
+            self._pass = Pass(Epoch(self._next_epoch, finished.epoch.order))
 
     def register(self, register: Callable[[Callable[[], Any], str | None], Any]) -> None:
         """Take part in the run's checkpoints, and resume if one has the position."""

@@ -135,7 +135,8 @@ class Membership:
     generation : int
         The number of the group that has formed last.
     is_void : bool
-        Whether the latest step has changed nothing, and is done again.
+        Whether the latest step has changed nothing, and is done again. What the program changes in
+        its state meanwhile has no effect.
     num_passes : int
         Passes over data in progress that give out the batch of a step again that has changed
         nothing.
@@ -177,7 +178,8 @@ class Membership:
         self._optimizer: weakref.ref[Any] | None = None
         self._has_formed = False  # in this step
         self._is_ready = False
-        self._schedulers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # The steps at which they have counted last.
+        self._schedulers: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         self._followers: list[tuple[weakref.ref[Follower], bool]] = []
         self._undo: list[tuple[Follower, Any]] = []
         self._is_fresh = True  # no forward pass has followed the latest step
@@ -235,14 +237,22 @@ class Membership:
         """
         self._followers.append((weakref.ref(follower), undo))
 
+    def follow_scheduler(self, scheduler: Any) -> None:
+        """Have a replacement get the state of a scheduler; called when it is created."""
+        self._schedulers.setdefault(scheduler, None)
+
     def begin_forward(self) -> bool:
-        """Undo what an iteration that changed nothing has changed; return whether a step begins."""
+        """Begin an iteration; return whether a step begins."""
+        self.end_iteration()
+        begins, self._is_fresh = self._is_fresh, False
+        return begins
+
+    def end_iteration(self) -> None:
+        """End an iteration, also one whose step has changed nothing."""
         for follower, saved in self._undo:
             follower.load(saved)
         self._undo = []
-        begins, self._is_fresh = self._is_fresh, False
         self.is_void = self._is_ahead = self._has_formed = False
-        return begins
 
     # The communication hook of DDP
 
@@ -321,6 +331,10 @@ class Membership:
         """The address of the newest members' store."""
         return self._notice.store
 
+    def stand_apart(self) -> None:
+        """Make no collective before the next iteration: this rank has joined at another place."""
+        self._is_ahead = True
+
     def is_apart(self, reports: bool = False) -> bool:
         """Return whether this rank makes no collective now, because others do not.
 
@@ -369,9 +383,8 @@ class Membership:
             self._begun += 1
             is_new = self._notice.generation > self.generation and self._notice.change == "growth"
         if self.is_broken or self.joins or (is_new and self._is_growth_due()):
-            before, joins = self.steps, self.joins
-            self._form(optimizer)
-            self._has_formed, self.is_void = True, joins or self.steps == before
+            before, has_joined = self.steps, self._form(optimizer)
+            self._has_formed, self.is_void = True, has_joined or self.steps == before
             if self.is_void:
                 undone = self._living_followers(undone=True)
                 self._undo = [(follower, follower.save()) for follower in undone]
@@ -449,8 +462,11 @@ class Membership:
 
     # A new group
 
-    def _form(self, optimizer: Any) -> None:
-        """Form the group of the newest members; again if one is lost meanwhile."""
+    def _form(self, optimizer: Any) -> bool:
+        """Form the group of the newest members, again if one is lost meanwhile.
+
+        Return whether this rank has joined the others.
+        """
         import torch.distributed as dist
 
         assert self._model is not None
@@ -488,9 +504,12 @@ class Membership:
         self._send(MemberState("formed", generation=self.generation))
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(self.rank), str(self.size)
         self._model.enter()
-        self.joins = False
+        has_joined, self.joins = self.joins, False
+        is_void, self.is_void = self.is_void, False
         for follower in self._living_followers():
             follower.on_members(self.rank, self.size)
+        self.is_void = is_void
+        return has_joined
 
     def _await_members(self) -> Members:
         """Return members that are newer than the group, and have this rank."""
@@ -505,8 +524,12 @@ class Membership:
             while not self._news.wait_for(are_new, WAITING_SECONDS):
                 # Nobody is lost, but a connection: all form a group again.
                 self._send(MemberState("unformed", generation=self.generation))
-            self._members = members = self._notice
+            former, self._members = self._members, self._notice
+            members = self._members
             self.generation, self._has_failed, self._begun = members.generation, False, 0
+            if dict(former.since)[self._number] != dict(members.since)[self._number]:
+                # It has joined, but the driver did not know yet when another one was lost.
+                self.joins, self.steps = True, NEWCOMER
             return members
 
     def _have_come(self, members: Members) -> bool:
@@ -527,12 +550,14 @@ class Membership:
         import torch.distributed as dist
 
         assert self._model is not None
-        steps = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._await([dist.all_gather(steps, torch.tensor([self.steps]), async_op=True)])
-        held = [int(each) for each in steps]
+        own = self.steps, int(not self._is_fresh)
+        gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(self.size)]
+        self._await([dist.all_gather(gathered, torch.tensor(own), async_op=True)])
+        places = [(int(steps), int(is_in_step)) for steps, is_in_step in gathered]
+        held = [steps for steps, _ in places]
         latest, source = max(held), held.index(max(held))
         # Also of one that has caught up since, in a group that has not formed here.
-        self._is_ahead = self._is_ahead or any(NEWCOMER < each < self.steps for each in held)
+        self._is_ahead = self._is_ahead or any((NEWCOMER, 1) < each < own for each in places)
         if latest == NEWCOMER:
             self._give_up("the rank was lost from which the others were copying the state")
         if self.steps == latest and not self._is_fresh:

@@ -348,11 +348,12 @@ def test_a_process_forms_a_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_schedulers_do_not_count_void_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     module = torch.optim.lr_scheduler
     for owner in vars(module).values():
-        if isinstance(owner, type) and "step" in vars(owner):
-            monkeypatch.setattr(owner, "step", owner.step)
-    void = []
-    with relies_on("torch", "LRScheduler, or what has a step", "torch.skip_schedules"):
-        private.skip_schedules(module, lambda scheduler: scheduler in void)
+        if isinstance(owner, type) and issubclass(owner, module.LRScheduler):
+            for name in {"__init__", "step"} & vars(owner).keys():
+                monkeypatch.setattr(owner, name, getattr(owner, name))
+    void, created = [], []
+    with relies_on("torch", "LRScheduler, or what has a step", "torch.follow_schedulers"):
+        private.follow_schedulers(module, created.append, lambda scheduler: scheduler in void)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
         schedulers = [
             module.StepLR(optimizer, 1),
@@ -360,6 +361,8 @@ def test_schedulers_do_not_count_void_steps(monkeypatch: pytest.MonkeyPatch) -> 
             module.SequentialLR(optimizer, [module.ConstantLR(optimizer) for _ in "ab"], [3]),
             module.ReduceLROnPlateau(optimizer),
         ]
+        assert created[-1] is schedulers[-1]
+        assert {type(each) for each in created} >= {type(each) for each in schedulers}
         for scheduler in schedulers:
             arguments = (1.0,) if scheduler is schedulers[-1] else ()
             optimizer.step()

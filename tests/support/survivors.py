@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributor.train import Checkpoint, collective, report
@@ -53,7 +53,8 @@ class Fault:
     raises, hangs : bool
         Whether the program raises an exception instead, or does nothing any more.
     lingers : float
-        Seconds for which the process is ending, as if the kernel freed much memory; 0 kills it.
+        Seconds for which the process is ending, as if the kernel freed much memory; 0 kills it. If
+        it raises, a thread goes on for so long.
     above : str
         A part of the command line of a process above the rank, which is killed instead of it.
     """
@@ -77,6 +78,7 @@ class Fault:
             return
         self.marker(folder).write_text(str(os.getpid()))
         if self.raises:
+            threading.Thread(target=time.sleep, args=[self.lingers]).start()
             raise ValueError("on purpose")
         if self.hangs:
             time.sleep(1000)
@@ -115,14 +117,16 @@ class Record(NamedTuple):
     rows: list[int]
 
 
-def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, StepLR]:
+def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, LRScheduler]:
     """Return a model, its optimizer and its scheduler."""
     torch.manual_seed(0)
     # No bias: before BatchNorm1d its gradients are noise, of which Adam makes steps.
     layers = torch.nn.Linear(4, 4, bias=False), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
     module = torch.nn.Sequential(*layers).double()
     optimizer = torch.optim.Adam(module.parameters(), 0.01)
-    return module, optimizer, StepLR(optimizer, 5, 0.95)
+    # Its constructor makes no step of its own; the others' do.
+    schedulers = [LinearLR(optimizer, 0.5, total_iters=4), StepLR(optimizer, 5, 0.95)]
+    return module, optimizer, SequentialLR(optimizer, schedulers, [4])
 
 
 def rows() -> TensorDataset:
@@ -137,7 +141,9 @@ def parts_of(size: int, accumulates: bool) -> list[slice]:
     return [slice(middle), slice(middle, size)] if accumulates and middle > 1 else [slice(size)]
 
 
-def digest(module: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: StepLR) -> str:
+def digest(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: LRScheduler
+) -> str:
     """Return a digest of all bits of the state."""
     found = hashlib.sha256(repr(sorted(scheduler.state_dict().items())).encode())
     saved = optimizer.state_dict()

@@ -86,8 +86,9 @@ def follow_members(membership: Membership, context: WorkerContext) -> None:
     note_scalers = partial(torch.note_calls, name="__init__", note=note_scaler)
     adapt("torch.amp.grad_scaler", lambda module: note_scalers(module.GradScaler))
     adapt("torch.optim.optimizer", follow_steps)
-    skip = partial(torch.skip_schedules, is_void=membership.is_void_for)
-    adapt("torch.optim.lr_scheduler", skip)
+    follow, is_void = membership.follow_scheduler, membership.is_void_for
+    follow_schedulers = partial(torch.follow_schedulers, follow=follow, is_void=is_void)
+    adapt("torch.optim.lr_scheduler", follow_schedulers)
     context.add_final_step(membership.finish)
 
 

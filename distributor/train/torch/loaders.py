@@ -243,19 +243,20 @@ class SharedLoader(ResumableLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         members, place = self._membership, self._place
         self._share()
-        place.now, place.done = self._progress.begin(self._order), 0
+        place.begin(self._order)
         members.num_passes += 1
         try:
             yield from self._batches()
+            place.end()
         finally:
             members.num_passes -= 1
-        self._progress.end(place.now)
-        place.now = None
+            place.now = None  # also if the program leaves it early
 
     def _batches(self) -> Iterator[Any]:
         members, place = self._membership, self._place
         sampler: Any = self._loader.sampler
-        while True:
+        goes_on = True
+        while goes_on:
             assert place.now is not None
             generation, steps = members.generation, members.steps
             sampler.left = place.now.epoch
@@ -267,8 +268,11 @@ class SharedLoader(ResumableLoader):
                 if members.generation != generation:
                     break
             else:
+                if not place.now.rows:  # with `drop_last`, of an iteration that was interrupted
+                    members.end_iteration()
                 break
-            place.go_on()
+            if not (goes_on := place.go_on()):
+                members.stand_apart()
             self._share()
 
     def _share(self) -> None:
@@ -300,12 +304,29 @@ class LoaderPlace:
         self.done = 0
         self._progress = progress
         self._taken: Epoch | None = None
+        self._is_elsewhere = False  # the rank from which it was taken over
 
-    def go_on(self) -> None:
-        """Begin a pass over what the former members have left of this one."""
+    def begin(self, order: Order) -> None:
+        """Begin a pass, which may be one over what the other members have left of theirs."""
+        if self._taken is None:
+            self.now = self._progress.begin(order)
+        else:
+            self.now = self._progress.begin_rest(self._taken)
+        self.done, self._taken, self._is_elsewhere = 0, None, False
+
+    def go_on(self) -> bool:
+        """Begin a pass over what the former members have left; return False if they make none."""
         assert self.now is not None
+        if self._is_elsewhere:
+            return False
         left = self._taken or self._left(self.now)
         self.now, self.done, self._taken = self._progress.begin_rest(left), 0, None
+        return True
+
+    def end(self) -> None:
+        """End the pass."""
+        if self.now is not None:
+            self._progress.end(self.now)
 
     def _left(self, now: Pass) -> Epoch:
         return now.epoch.after(self._progress.num_ranks, self.done) if self.done else now.epoch
@@ -316,9 +337,9 @@ class LoaderPlace:
 
     def load(self, saved: dict[str, Any]) -> None:
         self._progress.set_epoch(saved["next"])
-        self.global_batch = saved["batch"]
-        if saved["left"] is not None:
-            self._taken = Epoch.from_position(saved["left"])
+        self.global_batch, left = saved["batch"], saved["left"]
+        self._taken = None if left is None else Epoch.from_position(left)
+        self._is_elsewhere = left is None
 
     def on_members(self, rank: int, size: int) -> None:
         """Do nothing: the loader looks for new members after each batch."""

@@ -118,9 +118,10 @@ class State:
     """Values of a training loop that a process must know that takes the place of a lost rank.
 
     With ``recovery="in_place"``, a step that is interrupted by the loss of a rank changes nothing,
-    and the loop makes one iteration more. What the interrupted iteration has assigned to this
-    object is undone when the next one calls the model, and a replacement gets the values of the
-    others. So write loops with it: ``while state.epoch < epochs``, and not ``for epoch in ...``.
+    and the loop makes one iteration more. What the interrupted iteration assigns to this object
+    after the step has no effect, other changes are undone when the next one calls the model, and a
+    replacement gets the values of the others. So write loops with it: ``while state.epoch <
+    epochs``, and not ``for epoch in ...``.
     Without ``recovery="in_place"``, and outside a run, it is a plain object. Follows the idea of
     ``TorchState`` of Elastic Horovod:
     https://horovod.readthedocs.io/en/stable/elastic_include.html
@@ -146,6 +147,11 @@ class State:
         membership = worker_context().membership
         if membership is not None:
             membership.follow(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        membership = worker_context().membership
+        if membership is None or not membership.is_void or name not in vars(self):
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"This state has no {name!r}: pass {name}=... to State.")
