@@ -193,9 +193,8 @@ class Membership:
     def _grow(self) -> None:
         """Have ranks join that are ready, once the group has formed: a step of all is agreed on."""
         left = set(self.current.numbers) - self.finished
-        joining = self._ready - left
-        is_possible = self.refusal is None and self.current.change != "end"
-        if left and joining and self.has_formed and is_possible:
+        joining = left and self._ready - left
+        if joining and self.has_formed and not self.refusal and self.current.change != "end":
             self._change(left | joining, "growth")
 
     def _change(self, numbers: set[int], change: Change) -> None:

@@ -255,8 +255,7 @@ class SharedLoader(ResumableLoader):
     def _batches(self) -> Iterator[Any]:
         members, place = self._membership, self._place
         sampler: Any = self._loader.sampler
-        goes_on = True
-        while goes_on:
+        while True:
             assert place.now is not None
             generation, steps = members.generation, members.steps
             sampler.left = place.now.epoch
@@ -271,9 +270,11 @@ class SharedLoader(ResumableLoader):
                 if not place.now.rows:  # with `drop_last`, of an iteration that was interrupted
                     members.end_iteration()
                 break
-            if not (goes_on := place.go_on()):
-                members.stand_apart()
+            goes_on = place.go_on()
             self._share()
+            if not goes_on:
+                members.stand_apart()
+                break
 
     def _share(self) -> None:
         members, progress = self._membership, self._progress
