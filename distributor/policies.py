@@ -103,6 +103,11 @@ class FailedAttempts:
         self.num_survived += 1
         self.num_preempted += is_preempted
 
+    def take_back(self, is_preempted: bool) -> None:
+        """Do not count a loss that has ended its attempt after all."""
+        self.num_survived -= 1
+        self.num_preempted -= is_preempted
+
     def _count_same(self, failure: Failure | None) -> int:
         """Return how often the user's code has raised the same exception at the same step."""
         if failure is None or failure.step is None:

@@ -25,6 +25,7 @@ from support import process_launcher, survivors
 from support.process_launcher import ProcessLauncher
 from support.survivors import (
     BATCH,
+    NUM_PRINTED,
     PAUSE,
     ROWS,
     STEPS_OF_REPORT,
@@ -38,7 +39,7 @@ from torch.utils.data import DataLoader
 from distributor import DeepspeedTorchDistributor, TorchDistributor
 from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.node.process.supervisor import is_supported
-from distributor.train import FailureConfig, RunConfig, ScalingConfig
+from distributor.train import FailureConfig, RunConfig, ScalingConfig, collective
 from distributor.train.torch import State, TorchTrainer, prepare_data_loader, prepare_model
 
 cloudpickle.register_pickle_by_value(survivors)
@@ -75,7 +76,8 @@ def check_survivors(folder: Path, values: Sequence[dict[str, Any]], lost: set[in
 def test_the_others_go_on_and_new_processes_join(
     tmp_path: Path, ranks: int, faults: list[Fault]
 ) -> None:
-    values = runner(ranks).run_all(train_on, tmp_path, faults, epochs=4, size=ranks)
+    run = runner(ranks, max_failures=1)  # ranks of a host that are lost together are one loss
+    values = run.run_all(train_on, tmp_path, faults, epochs=4, size=ranks)
 
     assert [value["number"] for value in values] == list(range(ranks))
     check_survivors(tmp_path, values, {fault.number for fault in faults})
@@ -118,12 +120,47 @@ def test_an_exception_is_shown_once_and_the_new_rank_0_returns_the_value(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The run ends before another process has joined, which waits for the end of the former one."""
-    value = runner(3).run(train_on, tmp_path, [Fault(0, 26, raises=True, lingers=9.0)], epochs=4)
+    run, logs = runner(3, log_dir=tmp_path / "logs"), tmp_path.glob("logs/*/*/rank0.*")
+    value = run.run(train_on, tmp_path, [Fault(0, 26, raises=True, lingers=9.0)], epochs=4)
 
-    shown = capfd.readouterr()
+    shown, logged = capfd.readouterr(), "".join(path.read_text() for path in logs)
+    assert logged.count("Traceback (most recent call last)") == 1
+    assert logged.count(".") > NUM_PRINTED, "it has printed them before it raised"
     assert (value["number"], value["rank"], value["size"]) == (1, 0, 2)
     assert (shown.out + shown.err).count("Traceback (most recent call last)") == 1, shown
     assert "Lost rank 0" in shown.err
+
+
+class Sizes(State):
+    """Knows how many ranks there are."""
+
+    def on_members(self, rank: int, size: int) -> None:
+        self.size = size
+
+
+def train_with_barriers() -> list[int]:
+    """Lose a rank in a step, and another while the others wait after it; return wrong sizes."""
+    module, number = torch.nn.Linear(1, 1), int(os.environ["RANK"])
+    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.1)
+    state, wrong = Sizes(step=0, size=4), []
+    while state.step < 40:
+        loss = model(torch.ones(2, 1)).sum()
+        if state.size != torch.distributed.get_world_size():
+            wrong.append(state.step)
+        if (number, state.step) == (1, 10):
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        optimizer.step()
+        state.step += 1
+        if (number, state.size) == (2, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        collective.barrier()
+        time.sleep(PAUSE)
+    return wrong
+
+
+def test_a_state_knows_the_members_after_a_loss_during_a_collective() -> None:
+    assert runner(4).run_all(train_with_barriers)[0] == []
 
 
 class Phases(State):
@@ -242,6 +279,56 @@ def fit(has_model: bool = True, optimizers: int = 1, waits: Sequence[int] = ()) 
     if waits and attempt + os.environ["RANK"] == "00":
         os.kill(os.getpid(), signal.SIGKILL)
     return attempt
+
+
+def lose_connections(waits: Sequence[float]) -> str:
+    """Train; rank 1 dies after its wait, and a collective of the program fails in rank 0."""
+    attempt, number = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
+    module = torch.nn.Linear(1, 1)
+    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.1)
+    for _ in range(2):
+        model(torch.ones(2, 1)).sum().backward()
+        optimizer.step()
+    time.sleep(0 if attempt == "1" else waits[number])
+    if (attempt, number) == ("0", 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (attempt, number) == ("0", 0):
+        raise RuntimeError("Connection closed by peer")
+    return attempt
+
+
+@pytest.mark.parametrize("waits", [(1.0, 0.5, 9.0), (0.5, 1.0, 9.0)], ids=["before", "after"])
+def test_a_loss_that_restarts_all_counts_once(
+    waits: tuple[float, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the driver learns of it before or after the failure to which it has led."""
+    assert runner(3, max_failures=1).run(lose_connections, waits) == "1"
+    assert "Failed: attempt 0 on 3 ranks: WorkerDied: rank 1" in capfd.readouterr().err
+
+
+def refuse_to_join(folder: Path) -> int:
+    """Train; the second process of rank 1 refuses to. Return how many processes get to the end."""
+    number, marker = os.environ["RANK"], folder / "lost"
+    module = torch.nn.Linear(1, 1)
+    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.1)
+    if number == "1" and marker.exists():
+        prepare_model(module)
+    state = State(step=0)
+    while state.step < 400:
+        model(torch.ones(2, 1)).sum().backward()
+        if (number, state.step) == ("1", 10):
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        state.step += 1
+        time.sleep(PAUSE)
+    (folder / f"end.{os.getpid()}").touch()
+    time.sleep(1)
+    return len(list(folder.glob("end.*")))
+
+
+def test_a_process_that_cannot_join_does_not_train_alone(tmp_path: Path) -> None:
+    assert runner(3).run_all(refuse_to_join, tmp_path) == [2, 2]
 
 
 def mean_of_halves() -> Any:

@@ -532,9 +532,7 @@ class Controller:
 
     def _end_by(self, *failures: Failure) -> None:
         """End the attempt because of failures, after those that it has not survived yet."""
-        members = self._recovery.members
-        failures = (*members.pending, *failures)
-        members.pending = []
+        failures = (*self._recovery.take_back(), *failures)
         self._outcomes.failures += failures
         for failure in failures:
             self._grace_period.note_failure(failure, self._clock())

@@ -117,13 +117,13 @@ class Membership:
             self._able.add(rank)
         elif state.state == "unable":
             self.refusal = self.refusal or state.reason
-        elif state.state == "finished":
+        elif state.state == "finished" and rank in {*before.numbers, *self._ready}:
             self._has_value = self._has_value or state.rank == 0
             self._finish(rank)
         elif state.state == "ready":
             self._able.add(rank)
             self._ready.add(rank)
-        elif state.generation == before.generation:
+        elif state.generation == before.generation and rank in before.numbers:
             self._note_group(rank, state.state)
         if state.state == "formed" and self._joining.get(rank, math.inf) <= state.generation:
             del self._joining[rank]  # also if the members have changed since
@@ -175,6 +175,7 @@ class Membership:
 
     def _finish(self, rank: int) -> None:
         self.finished.add(rank)
+        self._ready.discard(rank)
         numbers, change = set(self.current.numbers), self.current.change
         if change == "end":
             return

@@ -85,12 +85,15 @@ class Nodes:
         self.working.add(node)
 
     def lost_beside(self, node: int) -> float:
-        """Return when the last node of the same executor was lost."""
+        """Return when a rank or a node of the same executor was lost, with those soon after it."""
         return self._lost_at.get(self._executors[node], -math.inf)
 
-    def leave(self, node: int, now: float) -> None:
+    def note_loss(self, node: int, now: float) -> None:
+        """Note that ranks of a node are lost."""
+        self._lost_at[self._executors[node]] = now
+
+    def leave(self, node: int) -> None:
         """Go on without a node."""
-        self._lost_at[self._executors.get(node, "")] = now
         for nodes in (self.present, self.linked, self.working, self.started, self.unresponsive):
             nodes.discard(node)
         self.stores.pop(node, None)
@@ -109,7 +112,7 @@ class Nodes:
         serving = self.stores.keys() & self.present & self.working
         if not serving:
             return None
-        # Rather not one whose executor has just lost another node.
+        # Rather not one whose executor has just lost others.
         node = min(serving, key=lambda each: (self._lost_at.get(self._executors[each], 0.0), each))
         address = self.stores[node]
         return address.host, address.port

@@ -25,7 +25,7 @@ from distributor.wire.messages import LOST, Lost
 from distributor.wire.protocol import NODE_LEASE_SECONDS
 
 SAME_LOSS_SECONDS = 5.0
-"""Seconds within which all nodes of an executor are lost with it."""
+"""Seconds within which all ranks and nodes of an executor are lost with it."""
 FILL_SECONDS = 0.2
 """Seconds between two looks at whether there is room for a node."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -127,10 +127,12 @@ class Recovery:
         self._vacancies = Vacancies(range(handle.num_nodes, handle.max_nodes))
         # The failures of lost nodes, and whether they count for max_failures.
         self._unexplained: dict[int, tuple[list[Failure], bool]] = {}
+        # Whether each loss that counts was a preemption, since the last group that has formed.
+        self._unformed: list[bool] = []
 
     @property
     def _is_running(self) -> bool:
-        return self.is_wanted and self._runs()
+        return self.is_wanted and self._runs() and not self._attempt.failures
 
     @property
     def goes_on(self) -> bool:
@@ -176,6 +178,8 @@ class Recovery:
             self._vacancies.note_start()
         if self.members.note(rank, state):
             self._announce()
+        if not self.members.pending:
+            self._unformed = []
 
     def _survive(
         self,
@@ -205,7 +209,9 @@ class Recovery:
         attempt, nodes, now = self._attempt, self._nodes, self._clock()
         has_died = failures[0].step is None
         is_preempted = leaves or (has_died and failures[0].origin.host in attempt.preempted)
-        is_counted = bool(ends) and now < nodes.lost_beside(node) + SAME_LOSS_SECONDS
+        is_member = failures[0].origin.rank in self.members.numbers
+        may_be_same = bool(ends) or (has_died and is_member)
+        is_counted = may_be_same and now < nodes.lost_beside(node) + SAME_LOSS_SECONDS
         limit = None if is_counted else attempt.limit_reached_by(is_preempted)
         reason = self.members.reason_to_restart(failures) or limit
         if set(nodes.unlinked) - nodes.done - {node}:
@@ -215,6 +221,7 @@ class Recovery:
                 attempt.run.notify(f"The other ranks do not go on: {reason}.")
             return False
         if not is_counted:
+            nodes.note_loss(node, now)
             attempt.run.failed.survive(is_preempted)
         attempt.survived += failures
         attempt.run.notify(
@@ -223,12 +230,21 @@ class Recovery:
         for failure in failures:
             attempt.run.events.lose(failure.origin.rank)
         if ends:
-            nodes.leave(node, now)
+            nodes.leave(node)
             self._vacancies.lose(node, ends)
             self._unexplained[node] = failures, not (is_counted or is_preempted)
         self.choose_store()
         self.members.lose(failures)
+        if not is_counted and self.members.pending:
+            self._unformed.append(is_preempted)
         return True
+
+    def take_back(self) -> list[Failure]:
+        """Return the failures after which no group has formed: the attempt ends, which counts."""
+        for is_preempted in self._unformed:
+            self._attempt.run.failed.take_back(is_preempted)
+        pending, self.members.pending, self._unformed = self.members.pending, [], []
+        return pending
 
     def choose_store(self) -> None:
         """Have the next members find each other in the store of a node that is at work."""
@@ -324,8 +340,9 @@ class Recovery:
 
     def note_explanation(self, message: LossExplained) -> None:
         """Show why a node was lost; a container that was taken back counts as a preemption."""
-        self._attempt.run.failed.num_preempted += message.is_preemption
-        survived = self._attempt.survived
+        attempt, survived = self._attempt, self._attempt.survived
+        has_ended_it = message.failures[0] in attempt.failures  # which counts by itself
+        attempt.run.failed.num_preempted += message.is_preemption and not has_ended_it
         for failure in message.failures:
             survived[survived.index(failure)] = replace(failure, summary=message.text)
         self._attempt.run.notify(f"The cause of the loss of node {message.node}: {message.text}")
@@ -369,10 +386,10 @@ class Recovery:
 
     def _refuse(self, node: int, cause: str, ends: Collection[End] = ()) -> None:
         """Note that a node does not join; another one may later."""
-        self._nodes.leave(node, self._clock())
+        self._nodes.leave(node)
         self._vacancies.lose(node, ends)
         self._vacancies.note_failed_start(self._clock())
-        if self.goes_on:
+        if self._is_open:
             self._attempt.run.warn_once(f"A node that was to join the others did not: {cause}")
 
 

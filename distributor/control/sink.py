@@ -15,6 +15,7 @@ from distributor.node.agent.output import LogFiles
 from distributor.rank.messages import MemberState, RanksUse, Reader, Record, Reported, Trained
 from distributor.screen.console import Console
 from distributor.screen.messages import notify, warn
+from distributor.serialization.outcome import Failure
 from distributor.settings import Listener
 from distributor.wire.messages import Source, Stream
 
@@ -174,11 +175,12 @@ class DriverSink:
         """Add ranks' tracebacks to their output; show them only if no error is raised with them."""
         raised = self._attempt.raised
         received = {failure.origin.rank: failure for failure in self._attempt.failures}
+        for failure in self._attempt.survived:
+            if failure.step is not None and failure not in self._attempt.failures:
+                self._add_output(failure.origin.rank, "stderr", _bytes_of(failure), show=False)
         for rank, failure in (received | raised).items():
             if failure.step is not None:  # a rank that died has no traceback
-                self._add_output(
-                    rank, "stderr", failure.text.encode(errors="backslashreplace"), show=not raised
-                )
+                self._add_output(rank, "stderr", _bytes_of(failure), show=not raised)
 
     def write(self, rank: int, source: Source, data: bytes) -> None:
         if source == "stdout" or source == "stderr":
@@ -240,3 +242,7 @@ class DriverSink:
             run.block.verdict = run.events.verdict
         run.block.tick()
         self._listeners.check()
+
+
+def _bytes_of(failure: Failure) -> bytes:
+    return failure.text.encode(errors="backslashreplace")

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from distributor._compat.torch import (
     LOST_CONNECTION,
@@ -214,10 +214,15 @@ class Membership:
     # What the program has
 
     def refuse(self, reason: str) -> None:
-        """Report that this rank cannot go on without a restart, and why."""
+        """Report that this rank cannot go on without a restart, and why.
+
+        A rank that has not joined the others waits to be ended: it would train alone.
+        """
         if self.refusal is None:
             self.refusal = reason
             self._send(MemberState("unable", reason))
+        while self.joins:
+            time.sleep(WAITING_SECONDS)
 
     def finish(self) -> None:
         """Report that this rank's program has returned: it leaves, and is not lost."""
@@ -506,8 +511,11 @@ class Membership:
         self._model.enter()
         has_joined, self.joins = self.joins, False
         is_void, self.is_void = self.is_void, False
+        for follower, saved in self._undo:
+            follower.load(saved)
         for follower in self._living_followers():
             follower.on_members(self.rank, self.size)
+        self._undo = [(follower, follower.save()) for follower, _ in self._undo]
         self.is_void = is_void
         return has_joined
 
@@ -550,7 +558,8 @@ class Membership:
         import torch.distributed as dist
 
         assert self._model is not None
-        own = self.steps, int(not self._is_fresh)
+        # After a step that changed nothing, a rank is where those are that make this step again.
+        own = self.steps, int(self.is_void or not self._is_fresh)
         gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(self.size)]
         self._await([dist.all_gather(gathered, torch.tensor(own), async_op=True)])
         places = [(int(steps), int(is_in_step)) for steps, is_in_step in gathered]
@@ -559,7 +568,7 @@ class Membership:
         # Also of one that has caught up since, in a group that has not formed here.
         self._is_ahead = self._is_ahead or any((NEWCOMER, 1) < each < own for each in places)
         if latest == NEWCOMER:
-            self._give_up("the rank was lost from which the others were copying the state")
+            self.refuse("the rank was lost from which the others were copying the state")
         if self.steps == latest and not self._is_fresh:
             self._model.restore_buffers()
         is_source, is_behind, module = source == self.rank, min(held) < latest, self._model.module
@@ -582,12 +591,6 @@ class Membership:
         if self.joins:
             self._take_over(known, latest)
         self.steps = latest
-
-    def _give_up(self, reason: str) -> NoReturn:
-        """Wait to be ended: the driver restarts all ranks."""
-        self.refuse(reason)
-        while True:
-            time.sleep(WAITING_SECONDS)
 
     def _await(self, works: Iterable[Any], seconds: float = math.inf) -> None:
         """Wait for collectives; raise RuntimeError if a member is lost, or after some seconds."""

@@ -90,6 +90,15 @@ def test_a_rank_that_joins_has_nothing_to_go_on_with() -> None:
     assert members.reason_to_restart([failure(1)]) is None
 
 
+def test_a_process_that_has_not_joined_decides_nothing() -> None:
+    members = able()
+    members.note(3, MemberState("finished", rank=0))
+    assert members.numbers == [0, 1, 2], "it has returned without a step"
+    members.note(0, MemberState("unable", "there are two optimizers"))
+    members.note(3, MemberState("ready"))
+    assert members.note(3, MemberState("unformed")) is None, "it has waited in vain"
+
+
 def test_members_that_have_finished_are_not_waited_for() -> None:
     members = able()
     members.note(0, MemberState("finished"))

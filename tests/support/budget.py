@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 30_731,
+    "lines of code in distributor/": 30_757,
     "modules in distributor/": 200,
-    "lines in tests/": 32_883,
+    "lines in tests/": 32_982,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -34,6 +34,8 @@ STEPS_OF_REPORT = 3
 SETTLING = 10
 """Steps after which the driver knows of ranks that have joined."""
 EXIT_CODE = 3
+NUM_PRINTED = 2**19
+"""Bytes that a rank prints before it raises: more than an agent passes on at once."""
 PAUSE = 0.002
 """Seconds of a step, so that the survivors leave the cores to a process that starts."""
 
@@ -79,6 +81,7 @@ class Fault:
         self.marker(folder).write_text(str(os.getpid()))
         if self.raises:
             threading.Thread(target=time.sleep, args=[self.lingers]).start()
+            print("." * NUM_PRINTED)
             raise ValueError("on purpose")
         if self.hangs:
             time.sleep(1000)

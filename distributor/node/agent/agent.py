@@ -157,6 +157,7 @@ class Agent:
             self._release_or_stop()
             self._report_work_done()
         self._report_work_done()
+        self._close_lost(at_once=True)
         self._log_relay.drain(self._workers)
         values = [worker.outcome for worker in self._workers if isinstance(worker.outcome, Value)]
         return [*self._failures, *values]
@@ -351,7 +352,7 @@ class Agent:
         others = self._workers if members.change == "end" else failed
         lost = [worker for worker in others if worker.origin.rank not in members.numbers]
         self._failures = [each for each in self._failures if each.origin.rank in members.numbers]
-        self._log_relay.drain(lost)
+        self._log_relay.relay(lost)  # the rest later: one that has failed may still print
         for worker in lost:
             if worker.outcome is None:  # it has come too late
                 worker.process.kill()
@@ -363,12 +364,14 @@ class Agent:
         for worker in self._workers:
             worker.send(messages.MEMBERS + members.to_line())
 
-    def _close_lost(self) -> None:
+    def _close_lost(self, at_once: bool = False) -> None:
         """Close what is left of lost ranks that have ended; kill those that do not end."""
         now = time.monotonic()
         for worker in [*self._lost]:
-            if now > worker.released_at + TERMINATION_GRACE_SECONDS:
+            if at_once or now > worker.released_at + TERMINATION_GRACE_SECONDS:
                 worker.process.kill()  # its replacement waits for its memory
+            if at_once:
+                worker.process.join(KILL_SECONDS)
             if not worker.running:
                 self._log_relay.drain([worker])  # its exit handlers may have printed more
                 worker.close(keep_value=False)

@@ -167,6 +167,8 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
         # Not before: a program may set variables that torch reads when it is imported.
         after_import("torch", partial(_serve_store, context, worker_spec.listener, os.getpid()))
     if worker_spec.role == "store":
+        # For each connection, torch looks up the name of its host, and serves nobody meanwhile.
+        os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
         _import_torch()
         control.await_release()
         return
