@@ -138,29 +138,29 @@ class Sizes(State):
         self.size = size
 
 
-def train_with_barriers() -> list[int]:
-    """Lose a rank in a step, and another while the others wait after it; return wrong sizes."""
+def lose_in_the_last_step(losses: int) -> Any:
+    """Lose a rank in the last step, and maybe another while the others wait after it."""
     module, number = torch.nn.Linear(1, 1), int(os.environ["RANK"])
-    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.1)
-    state, wrong = Sizes(step=0, size=4), []
-    while state.step < 40:
+    model, optimizer = prepare_model(module), torch.optim.Adam(module.parameters())
+    state, sizes = Sizes(step=0, size=4), {}
+    while state.step < 10:
         loss = model(torch.ones(2, 1)).sum()
-        if state.size != torch.distributed.get_world_size():
-            wrong.append(state.step)
-        if (number, state.step) == (1, 10):
+        sizes[state.step] = state.size
+        if (number, state.step) == (1, 9):
             os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
         optimizer.step()
         state.step += 1
-        if (number, state.size) == (2, 3):
+        if (number, state.size, losses) == (2, 3, 2):
             os.kill(os.getpid(), signal.SIGKILL)
         collective.barrier()
-        time.sleep(PAUSE)
-    return wrong
+    return {int(each["step"]) for each in optimizer.state.values()}, list(sizes.values())
 
 
-def test_a_state_knows_the_members_after_a_loss_during_a_collective() -> None:
-    assert runner(4).run_all(train_with_barriers)[0] == []
+@pytest.mark.parametrize(("losses", "left"), [(1, 3), (2, 2)])
+def test_no_step_is_left_out_at_the_end(losses: int, left: int) -> None:
+    expected = {10}, [4] * 9 + [left]
+    assert runner(4).run_all(lose_in_the_last_step, losses) == left * [expected]
 
 
 class Phases(State):
