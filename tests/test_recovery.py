@@ -173,7 +173,7 @@ class Phases(State):
 def train_in_phases(folder: Path) -> Any:
     """Train on a loader, and then on another one; two ranks raise the same at other steps."""
     module = torch.nn.Linear(1, 1)
-    model, state = prepare_model(module), Phases(epoch=0, step=0, end=math.inf)
+    model, state = prepare_model(module), Phases(epoch=0, step=0, end=math.inf, f=lambda: 0)
     optimizer, number = torch.optim.SGD(module.parameters(), 0.01), int(os.environ["RANK"])
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, min_lr=1e-4)
     first, second = (
@@ -259,7 +259,62 @@ def test_random_kills_during_reports(tmp_path: Path) -> None:
         fit_and_report(here, faults, 4, epochs)
 
 
-def fit(has_model: bool = True, optimizers: int = 1, waits: Sequence[int] = ()) -> str:
+def train_and_evaluate(folder: Path) -> Any:
+    """Train for five steps between evaluations; rank 1 is lost during one, and joins after one."""
+    module, state = torch.nn.Linear(1, 1), State(step=0, evaluations=0)
+    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.01)
+    loader = prepare_data_loader(DataLoader(torch.rand(96, 1), batch_size=2, shuffle=True))
+    while state.step < 40:
+        for x in loader:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step += 1
+            if state.step % 5 == 0:
+                break
+        time.sleep(0.6)
+        if state.step == 10 and os.environ["RANK"] == "1" and not (folder / "lost").exists():
+            (folder / "lost").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return loader.sampler.epoch
+
+
+def test_replacements_are_in_the_pass_of_the_others(tmp_path: Path) -> None:
+    assert runner(3).run_all(train_and_evaluate, tmp_path) == [7, 7, 7]
+
+
+def schedule_otherwise(folder: Path, period: int) -> str:
+    """Train with another schedule in the second process of rank 1; return the attempt."""
+    attempt, is_second = os.environ["TORCHELASTIC_RESTART_COUNT"], (folder / "lost").exists()
+    module, state = torch.nn.Linear(1, 1), State(step=0)
+    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.01)
+    period = 500 if attempt == "0" and is_second else period
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / period)
+    while state.step < 400:
+        model(torch.ones(2, 1)).sum().backward()
+        if os.environ["RANK"] == "1" and state.step == 10 and not is_second:
+            (folder / "lost").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        schedule.step()
+        state.step += 1
+        time.sleep(PAUSE)
+    return attempt
+
+
+@pytest.mark.parametrize(("period", "attempt"), [(500, "0"), (1000, "1")])
+def test_a_rank_with_another_schedule_does_not_join(
+    tmp_path: Path, period: int, attempt: str
+) -> None:
+    assert runner(3).run_all(schedule_otherwise, tmp_path, period) == [attempt] * 3
+
+
+def fit(
+    has_model: bool = True,
+    optimizers: int = 1,
+    waits: Sequence[int] = (),
+    has_loader: bool = False,
+) -> str:
     """Train, and lose rank 1 in the first attempt, or rank 0 after a wait; return the attempt."""
     import torch
 
@@ -268,6 +323,9 @@ def fit(has_model: bool = True, optimizers: int = 1, waits: Sequence[int] = ()) 
     attempt, model = os.environ["TORCHELASTIC_RESTART_COUNT"], torch.nn.Linear(1, 1)
     wrapped = prepare_model(model) if has_model else model
     made = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(optimizers)]
+    if has_loader:
+        batches = iter(prepare_data_loader(DataLoader(torch.ones(8, 1))))
+        next(batches)
     for step in range(4):
         wrapped(torch.ones(2, 1)).sum().backward()
         for optimizer in made:
@@ -338,11 +396,15 @@ def mean_of_halves() -> Any:
 
     model = prepare_model(torch.nn.Linear(1, 1, bias=False, dtype=torch.half))
     model(torch.full((1, 1), 40_000, dtype=torch.half)).sum().backward()
-    return model.module.weight.grad.item()
+    mean = model.module.weight.grad.item()
+    model.zero_grad()
+    model.require_backward_grad_sync = False
+    model(torch.full((1, 1), float(os.environ["RANK"]), dtype=torch.half)).sum().backward()
+    return mean, model.module.weight.grad.item()
 
 
-def test_gradients_are_averaged_without_overflow() -> None:
-    assert runner(2).run(mean_of_halves) == 40_000
+def test_gradients_are_averaged_without_overflow_and_as_with_ddp() -> None:
+    assert runner(2).run_all(mean_of_halves) == [(40_000, 0), (40_000, 1)]
 
 
 @pytest.mark.parametrize("waits", [(1, 0), (0, 1)], ids=["last", "first"])
@@ -366,6 +428,7 @@ def test_a_rank_that_hangs_is_replaced(tmp_path: Path, capfd: pytest.CaptureFixt
     [
         ({"has_model": False}, "no model was given to prepare_model"),
         ({"optimizers": 2}, "there are two optimizers"),
+        ({"has_loader": True}, "a batch of prepare_data_loader has several steps of the optimizer"),
     ],
 )
 def test_all_restart_if_it_does_not_apply(

@@ -26,6 +26,8 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, Protocol
 
+import cloudpickle
+
 from distributor._compat.torch import (
     LOST_CONNECTION,
     forget_failed_group,
@@ -46,6 +48,8 @@ LIMIT_SECONDS, NCCL_LIMIT_SECONDS = 1800.0, 600.0
 REACH_SECONDS = 1.0
 """Seconds for a connection to a store, whose host may be lost too."""
 POLL_SECONDS = 0.001
+STEPS_AHEAD = 0, 1, 10, 100, 1_000, 10_000, 100_000
+"""Steps in which the functions of two schedulers are compared."""
 NEWCOMER = -1
 """The steps of a rank that has not joined yet."""
 
@@ -140,6 +144,8 @@ class Membership:
     num_passes : int
         Passes over data in progress that give out the batch of a step again that has changed
         nothing.
+    has_batch : bool
+        Whether such a pass has given out a batch since the latest step.
     num_collectives : int
         Collectives of ``distributor.train`` that this rank has completed.
     """
@@ -185,6 +191,7 @@ class Membership:
         self._is_fresh = True  # no forward pass has followed the latest step
         self._thread: int | None = None  # of the program, which makes its steps
         self.num_passes = self.num_collectives = 0
+        self.has_batch = False
 
     # What the driver decides, on the thread of the control channel
 
@@ -401,7 +408,7 @@ class Membership:
             if not self._is_ready:
                 self._is_ready = True
                 self._send(MemberState("able"))
-        self._is_fresh = True
+        self._is_fresh, self.has_batch = True, False
 
     def is_void_for(self, scheduler: Any) -> bool:
         """Return whether a scheduler is not to count: no step was completed since it did."""
@@ -415,6 +422,8 @@ class Membership:
             self.refuse("no model was given to prepare_model")
         elif len(args) > 1 or kwargs.get("closure") is not None:  # the first is the optimizer
             self.refuse("the optimizer's step has a closure")
+        elif self.num_passes and not self.has_batch:
+            self.refuse("a batch of prepare_data_loader has several steps of the optimizer")
         elif self._optimizer is None:
             self._optimizer = weakref.ref(optimizer)
         elif self._optimizer() is not optimizer:
@@ -618,7 +627,7 @@ class Membership:
         """Return the object of a rank."""
         import torch
 
-        own = bytearray(pickle.dumps(value) if source == self.rank else b"")
+        own = bytearray(cloudpickle.dumps(value) if source == self.rank else b"")
         size = torch.tensor([len(own)])
         self._broadcast([size], source)
         data = torch.frombuffer(own or bytearray(int(size)), dtype=torch.uint8)
@@ -652,16 +661,21 @@ class Membership:
         """Return what a rank that joins must know."""
         undone = {id(follower): saved for follower, saved in self._undo}
         saved = [undone.get(id(each)) or each.save() for each in self._living_followers()]
-        states = [scheduler.state_dict() for scheduler in self._schedulers]
+        states = [(each.state_dict(), _factors_of(each)) for each in self._schedulers]
         return saved, states, self.num_collectives
 
     def _take_over(self, known: Any, latest: int) -> None:
         saved, states, self.num_collectives = known
         for follower, each in zip(self._living_followers(), saved, strict=False):
             follower.load(each)
-        for scheduler, state in zip(list(self._schedulers), states, strict=False):
+        for scheduler, (state, factors) in zip(list(self._schedulers), states, strict=False):
             scheduler.load_state_dict(state)
             self._schedulers[scheduler] = latest
+            if _factors_of(scheduler) != factors:
+                self.refuse(
+                    f"a {type(scheduler).__name__} of a rank that joins has another function "
+                    "(read what differs, such as len(loader), from a State)"
+                )
 
     def _living_followers(self, undone: bool = False) -> list[Follower]:
         known = (reference() for reference, undo in self._followers if undo or not undone)
@@ -693,6 +707,16 @@ def _leave_group(aborts: bool) -> None:
         dist.group.WORLD.abort()  # or NCCL's kernels would wait for ever
     dist.destroy_process_group()
     threading.Thread(target=groups.clear, name="left-group", daemon=True).start()
+
+
+def _factors_of(scheduler: Any) -> list[Any]:
+    """Return what a scheduler's functions are in some steps: its state is without them."""
+    factors = []
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        for ahead in STEPS_AHEAD:
+            with contextlib.suppress(Exception):  # after the last step that it knows
+                factors.append(function(scheduler.last_epoch + ahead))
+    return factors
 
 
 def _layout_of(tensor: Any) -> tuple[Any, Any, str]:

@@ -248,9 +248,13 @@ class SharedLoader(ResumableLoader):
         try:
             yield from self._batches()
             place.end()
+        except GeneratorExit:  # the program leaves it
+            if members.is_void:  # in an iteration that it makes again
+                place.stay()
+            raise
         finally:
             members.num_passes -= 1
-            place.now = None  # also if the program leaves it early
+            place.now = None
 
     def _batches(self) -> Iterator[Any]:
         members, place = self._membership, self._place
@@ -261,6 +265,7 @@ class SharedLoader(ResumableLoader):
             sampler.left = place.now.epoch
             for batch in DeviceLoader.__iter__(self):
                 place.now.rows += self._rows
+                members.has_batch = True
                 yield batch
                 if members.steps != steps and not members.is_void:
                     steps, place.done = members.steps, place.now.rows
@@ -323,6 +328,11 @@ class LoaderPlace:
         left = self._taken or self._left(self.now)
         self.now, self.done, self._taken = self._progress.begin_rest(left), 0, None
         return True
+
+    def stay(self) -> None:
+        """Have the next pass be one over what is left of this one."""
+        if self.now is not None:
+            self._taken = self._taken or self._left(self.now)
 
     def end(self) -> None:
         """End the pass."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,13 +93,22 @@ class Replica(torch.nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication, as DDP's method does."""
-        ddp: Any = self._ddp
-        self._syncs = False
+        before, self.require_backward_grad_sync = self._syncs, False
         try:
-            with nullcontext() if ddp is None else ddp.no_sync():
-                yield
+            yield
         finally:
-            self._syncs = True
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether ``backward`` averages gradients, as DDP's attribute."""
+        return self._syncs
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, syncs: bool) -> None:
+        self._syncs = syncs
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = syncs
 
     def _wrap(self, init_sync: bool) -> None:
         # DDP itself would wait for a rank that is lost.
@@ -111,6 +120,7 @@ class Replica(torch.nn.Module):
         group = torch.distributed.group.WORLD  # `dist.all_reduce` takes more time
         # In a function without annotations, as torch checks them.
         ddp.register_comm_hook(group, lambda group, bucket: reduce(group, bucket))
+        ddp.require_backward_grad_sync = self._syncs
         self._set_ddp(ddp)
 
 
