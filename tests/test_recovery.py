@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,7 +40,15 @@ from torch.utils.data import DataLoader
 from distributor import DeepspeedTorchDistributor, TorchDistributor
 from distributor._compat.torch import OPTIMIZER_IMPORTS
 from distributor.node.process.supervisor import is_supported
-from distributor.train import FailureConfig, RunConfig, ScalingConfig, collective
+from distributor.train import (
+    Checkpoint,
+    CheckpointConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    collective,
+    report,
+)
 from distributor.train.torch import State, TorchTrainer, prepare_data_loader, prepare_model
 
 cloudpickle.register_pickle_by_value(survivors)
@@ -138,8 +147,8 @@ class Sizes(State):
         self.size = size
 
 
-def lose_in_the_last_step(losses: int) -> Any:
-    """Lose a rank in the last step, and maybe another while the others wait after it."""
+def lose_in_the_last_step(losses: int, late: float) -> Any:
+    """Lose a rank in the last step, and maybe another after it, for which rank 0 may be late."""
     module, number = torch.nn.Linear(1, 1), int(os.environ["RANK"])
     model, optimizer = prepare_model(module), torch.optim.Adam(module.parameters())
     state, sizes = Sizes(step=0, size=4), {}
@@ -152,15 +161,16 @@ def lose_in_the_last_step(losses: int) -> Any:
         optimizer.step()
         state.step += 1
         if (number, state.size, losses) == (2, 3, 2):
-            os.kill(os.getpid(), signal.SIGKILL)
+            threading.Timer(late / 2, os.kill, [os.getpid(), signal.SIGKILL]).start()
+        time.sleep(late if (number, state.size) == (0, 3) else 0)
         collective.barrier()
     return {int(each["step"]) for each in optimizer.state.values()}, list(sizes.values())
 
 
-@pytest.mark.parametrize(("losses", "left"), [(1, 3), (2, 2)])
-def test_no_step_is_left_out_at_the_end(losses: int, left: int) -> None:
+@pytest.mark.parametrize(("losses", "left", "late"), [(1, 3, 0), (2, 2, 0), (2, 2, 0.3)])
+def test_no_step_is_left_out_at_the_end(losses: int, left: int, late: float) -> None:
     expected = {10}, [4] * 9 + [left]
-    assert runner(4).run_all(lose_in_the_last_step, losses) == left * [expected]
+    assert runner(4).run_all(lose_in_the_last_step, losses, late) == left * [expected]
 
 
 class Phases(State):
@@ -235,6 +245,51 @@ def fit_and_report(
 def test_reports_and_checkpoints_go_on(tmp_path: Path, moment: str) -> None:
     """Rank 0, which writes them, is lost between two reports, or while others wait for it."""
     fit_and_report(tmp_path, [Fault(0, 18, moment)], 3)
+
+
+def save_parts(folder: Path) -> None:
+    """Report checkpoints of all ranks; rank 1 is lost while rank 0 stores one of them."""
+    from distributor.train.storage.checkpoint_manager import CheckpointManager
+
+    module, number, store = torch.nn.Linear(1, 1), int(os.environ["RANK"]), CheckpointManager.add
+    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.1)
+    state, part, pid = State(step=0), folder / f"part{number}", folder / "pid"
+    kills = [signal.SIGKILL]
+    part.mkdir(exist_ok=True)
+    if number == 1 and not pid.exists():
+        pid.write_text(str(os.getpid()))
+
+    def store_slowly(*args: Any) -> None:
+        store(*args)
+        if state.step == 3 and kills:
+            os.kill(int(pid.read_text()), kills.pop())
+            time.sleep(0.5)
+
+    CheckpointManager.add = store_slowly  # type: ignore[method-assign]
+    while state.step < 6:
+        model(torch.ones(2, 1)).sum().backward()
+        optimizer.step()
+        state.step += 1
+        (part / f"step{number}").write_text(str(state.step))
+        report({"step": state.step}, checkpoint=Checkpoint.from_directory(part))
+
+
+def test_a_checkpoint_stays_that_was_stored_when_a_rank_was_lost(tmp_path: Path) -> None:
+    trainer = TorchTrainer(
+        lambda config: save_parts(tmp_path),
+        train_loop_config={},
+        scaling_config=ScalingConfig(num_workers=3, local_mode=True),
+        run_config=RunConfig(
+            name="run",
+            storage_path=str(tmp_path / "runs"),
+            checkpoint_config=CheckpointConfig(num_to_keep=1),
+            failure_config=FailureConfig(max_failures=1, recovery="in_place"),
+            settings={"timeout": 60, **WARM},
+        ),
+    )
+    reports = trainer.fit().reports
+    assert [each.metrics["step"] for each in reports] == [1, 2, 3, 3, 4, 5, 6]  # 3 is made again
+    assert all(each.checkpoint for each in reports)
 
 
 @pytest.mark.slow

@@ -131,6 +131,8 @@ class Membership:
         Returns a new client of a store, for keys with a prefix, within a timeout.
     joins : bool, default False
         Whether this rank replaces a lost one.
+    num_reports : callable
+        Returns how many reports this rank has made.
 
     Attributes
     ----------
@@ -158,6 +160,7 @@ class Membership:
         store: tuple[str, int],
         connect: Callable[..., Any],
         joins: bool = False,
+        num_reports: Callable[[], int] = lambda: 0,
     ) -> None:
         self.rank, self.size = number, size
         self.steps = NEWCOMER if joins else 0
@@ -169,6 +172,7 @@ class Membership:
         self._number = number
         self._send = send
         self._connect = connect
+        self._num_reports = num_reports
         self._news = threading.Condition()
         since = ((number, NEWCOMER),) if joins else tuple((each, 0) for each in range(size))
         self._members = self._notice = Members(0, tuple(range(size)), store=store, since=since)
@@ -181,7 +185,7 @@ class Membership:
         self._published = 0  # the generation for which others know when this rank grows
         self._stores: dict[int, Any] = {}  # the latest, by the generation
         self._model: Model | None = None
-        self._optimizer: weakref.ref[Any] | None = None
+        self._optimizer: Any = None
         self._has_formed = False  # in this step
         self._is_ready = False
         # The steps at which they have counted last.
@@ -233,6 +237,8 @@ class Membership:
 
     def finish(self) -> None:
         """Report that this rank's program has returned: it leaves, and is not lost."""
+        if self._is_fresh:
+            self.attend()  # others may be in the last step
         self._thread = None
         self._send(MemberState("finished", rank=self.rank))
 
@@ -373,11 +379,10 @@ class Membership:
         """
         if self._thread != threading.get_ident() or not self._is_left or self.refusal is not None:
             return
-        optimizer = self._optimizer and self._optimizer()
         if not self._is_fresh:
             self.refuse("a rank was lost during a report or a collective in the midst of a step")
-        elif optimizer is not None:
-            self._form(optimizer)
+        else:
+            self._form(self._optimizer)
 
     # Before and after each step of the optimizer
 
@@ -425,8 +430,8 @@ class Membership:
         elif self.num_passes and not self.has_batch:
             self.refuse("a batch of prepare_data_loader has several steps of the optimizer")
         elif self._optimizer is None:
-            self._optimizer = weakref.ref(optimizer)
-        elif self._optimizer() is not optimizer:
+            self._optimizer = optimizer
+        elif self._optimizer is not optimizer:
             self.refuse("there are two optimizers")
         return self.refusal is None
 
@@ -567,15 +572,16 @@ class Membership:
         import torch.distributed as dist
 
         assert self._model is not None
-        # After a step that changed nothing, a rank is where those are that make this step again.
-        own = self.steps, int(self.is_void or not self._is_fresh)
-        gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(self.size)]
+        # After a step that changed nothing, a rank is where those are that make this step again,
+        # unless a collective is between them.
+        is_in_step = int(self.is_void or not self._is_fresh)
+        own = self.steps, is_in_step, self.num_collectives + self._num_reports()
+        gathered = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.size)]
         self._await([dist.all_gather(gathered, torch.tensor(own), async_op=True)])
-        places = [(int(steps), int(is_in_step)) for steps, is_in_step in gathered]
-        held = [steps for steps, _ in places]
+        places = [tuple(place.tolist()) for place in gathered]
+        held = [steps for steps, *_ in places]
         latest, source = max(held), held.index(max(held))
-        # Also of one that has caught up since, in a group that has not formed here.
-        self._is_ahead = self._is_ahead or any((NEWCOMER, 1) < each < own for each in places)
+        self._is_ahead = any(place[0] > NEWCOMER and place < own for place in places)
         if latest == NEWCOMER:
             self.refuse("the rank was lost from which the others were copying the state")
         if self.steps == latest and not self._is_fresh:

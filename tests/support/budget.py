@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 30_790,
+    "lines of code in distributor/": 30_798,
     "modules in distributor/": 200,
-    "lines in tests/": 33_045,
+    "lines in tests/": 33_100,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -151,6 +151,7 @@ def main(worker_spec: WorkerSpec, at_exit: list[Callable[[], object]]) -> None:
             context.rendezvous,
             connect_store,
             joins=worker_spec.role == "replacement",
+            num_reports=lambda: context.completed_steps,
         )
         read = control.read_line
         handlers[messages.MEMBERS] = lambda: members.notify(Members.from_line(read()))

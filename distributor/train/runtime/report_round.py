@@ -104,6 +104,7 @@ class ReportRounds:
         self.num_reports = 0
         self.positions: Mapping[str, Any] = {}
         self._manager = CheckpointManager(storage, settings)  # only rank 0 uses it
+        self._num_added = 0  # of the reports, by it
         self._unlogged: list[Report] = []  # which a lost rank 0 has not written
         self._has_warned = False
         if joins:
@@ -420,7 +421,9 @@ class ReportRounds:
         lost = [number for number, since in savers if (number, since) not in self._channel.party]
         takes_over = not self._is_writer
         self._take_over()
-        is_committed = takes_over and self._storage.manifest_of(name) is not None
+        # By the rank that was lost, or here, before the others knew of it.
+        may_be = takes_over or self._num_added > request.number
+        is_committed = may_be and self._storage.manifest_of(name) is not None
         if lost and not is_committed:
             print(f"distributor: {name} is not stored: rank {lost[0]} was lost.", flush=True)
             parts = [part | {"files": None} for part in parts]
@@ -434,8 +437,9 @@ class ReportRounds:
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
         try:
-            if not is_committed:  # by the rank that was lost
+            if not is_committed:
                 self._manager.add(report, self._next_index, parts)
+                self._num_added = request.number + 1
         except DistributorError:
             raise
         except Exception as error:
