@@ -237,10 +237,11 @@ class Membership:
 
     def finish(self) -> None:
         """Report that this rank's program has returned: it leaves, and is not lost."""
+        rank = self.rank  # as which the program has returned
         if self._is_fresh:
             self.attend()  # others may be in the last step
         self._thread = None
-        self._send(MemberState("finished", rank=self.rank))
+        self._send(MemberState("finished", rank=rank))
 
     def follow_model(self, model: Model) -> None:
         """Form groups for this model."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines of code in distributor/": 30_798,
+    "lines of code in distributor/": 30_799,
     "modules in distributor/": 200,
     "lines in tests/": 33_100,
 }
