@@ -62,6 +62,7 @@ SPACING = 60
 """Steps from one kill to the next, in which replacements join."""
 RECOVERY: dict[str, Any] = {"recovery": "in_place", "max_failures": 2, "timeout": 120}
 NODE, EXECUTOR = "support.process_launcher", "CoarseGrainedExecutorBackend"
+LOSS = Fault(1, 10)
 WARM: dict[str, Any] = {"warm": True, "preload": OPTIMIZER_IMPORTS}
 
 
@@ -140,6 +141,12 @@ def test_an_exception_is_shown_once_and_the_new_rank_0_returns_the_value(
     assert "Lost rank 0" in shown.err
 
 
+def linear() -> tuple[Any, torch.optim.Optimizer]:
+    """Return a prepared model of one weight and one bias, and its optimizer."""
+    module = torch.nn.Linear(1, 1)
+    return prepare_model(module), torch.optim.SGD(module.parameters(), 0.01)
+
+
 class Sizes(State):
     """Knows how many ranks there are."""
 
@@ -213,24 +220,36 @@ def test_replacements_follow_loaders_and_schedulers(tmp_path: Path) -> None:
     assert values[0][1:] == values[1][1:] == values[2][1:]
 
 
+def trainer_in(
+    folder: Path,
+    train: Callable[[], Any],
+    ranks: int,
+    max_failures: int,
+    local_mode: bool = True,
+    num_to_keep: int | None = None,
+) -> TorchTrainer:
+    return TorchTrainer(
+        lambda config: train(),
+        train_loop_config={},
+        scaling_config=ScalingConfig(num_workers=ranks, local_mode=local_mode),
+        run_config=RunConfig(
+            name="run",
+            storage_path=str(folder / "runs"),
+            checkpoint_config=CheckpointConfig(num_to_keep=num_to_keep),
+            failure_config=FailureConfig(max_failures=max_failures, recovery="in_place"),
+            settings={"timeout": 120, **WARM},
+        ),
+    )
+
+
 def fit_and_report(
     folder: Path, faults: Sequence[Fault], ranks: int, epochs: int = 4, local_mode: bool = True
 ) -> None:
     """Train with reports, and check that there is each of them once."""
     saved = folder / "saved"
     saved.mkdir()
-    trainer = TorchTrainer(
-        lambda config: train_on(folder, faults, epochs=epochs, size=ranks, saved=saved),
-        train_loop_config={},
-        scaling_config=ScalingConfig(num_workers=ranks, local_mode=local_mode),
-        run_config=RunConfig(
-            name="run",
-            storage_path=str(folder / "runs"),
-            failure_config=FailureConfig(max_failures=len(faults), recovery="in_place"),
-            settings={"timeout": 120, **WARM},
-        ),
-    )
-    result = trainer.fit()
+    train = partial(train_on, folder, faults, epochs=epochs, size=ranks, saved=saved)
+    result = trainer_in(folder, train, ranks, len(faults), local_mode).fit()
 
     history = check(folder, [result.return_value])
     reported = [step[0] for step in history[STEPS_OF_REPORT - 1 :: STEPS_OF_REPORT]]
@@ -251,8 +270,7 @@ def save_parts(folder: Path) -> None:
     """Report checkpoints of all ranks; rank 1 is lost while rank 0 stores one of them."""
     from distributor.train.storage.checkpoint_manager import CheckpointManager
 
-    module, number, store = torch.nn.Linear(1, 1), int(os.environ["RANK"]), CheckpointManager.add
-    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.1)
+    (model, optimizer), number, store = linear(), int(os.environ["RANK"]), CheckpointManager.add
     state, part, pid = State(step=0), folder / f"part{number}", folder / "pid"
     kills = [signal.SIGKILL]
     part.mkdir(exist_ok=True)
@@ -275,18 +293,7 @@ def save_parts(folder: Path) -> None:
 
 
 def test_a_checkpoint_stays_that_was_stored_when_a_rank_was_lost(tmp_path: Path) -> None:
-    trainer = TorchTrainer(
-        lambda config: save_parts(tmp_path),
-        train_loop_config={},
-        scaling_config=ScalingConfig(num_workers=3, local_mode=True),
-        run_config=RunConfig(
-            name="run",
-            storage_path=str(tmp_path / "runs"),
-            checkpoint_config=CheckpointConfig(num_to_keep=1),
-            failure_config=FailureConfig(max_failures=1, recovery="in_place"),
-            settings={"timeout": 60, **WARM},
-        ),
-    )
+    trainer = trainer_in(tmp_path, partial(save_parts, tmp_path), 3, 1, num_to_keep=1)
     reports = trainer.fit().reports
     assert [each.metrics["step"] for each in reports] == [1, 2, 3, 3, 4, 5, 6]  # 3 is made again
     assert all(each.checkpoint for each in reports)
@@ -316,8 +323,7 @@ def test_random_kills_during_reports(tmp_path: Path) -> None:
 
 def train_and_evaluate(folder: Path) -> Any:
     """Train for five steps between evaluations; rank 1 is lost during one, and joins after one."""
-    module, state = torch.nn.Linear(1, 1), State(step=0, evaluations=0)
-    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.01)
+    (model, optimizer), state = linear(), State(step=0)
     loader = prepare_data_loader(DataLoader(torch.rand(96, 1), batch_size=2, shuffle=True))
     while state.step < 40:
         for x in loader:
@@ -328,9 +334,8 @@ def train_and_evaluate(folder: Path) -> Any:
             if state.step % 5 == 0:
                 break
         time.sleep(0.6)
-        if state.step == 10 and os.environ["RANK"] == "1" and not (folder / "lost").exists():
-            (folder / "lost").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if (os.environ["RANK"], state.step) == ("1", 10):
+            LOSS.inject("forward", folder)
     return loader.sampler.epoch
 
 
@@ -340,16 +345,14 @@ def test_replacements_are_in_the_pass_of_the_others(tmp_path: Path) -> None:
 
 def schedule_otherwise(folder: Path, period: int) -> str:
     """Train with another schedule in the second process of rank 1; return the attempt."""
-    attempt, is_second = os.environ["TORCHELASTIC_RESTART_COUNT"], (folder / "lost").exists()
-    module, state = torch.nn.Linear(1, 1), State(step=0)
-    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.01)
+    attempt, is_second = os.environ["TORCHELASTIC_RESTART_COUNT"], LOSS.marker(folder).exists()
+    (model, optimizer), state = linear(), State(step=0)
     period = 500 if attempt == "0" and is_second else period
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / period)
     while state.step < 400:
         model(torch.ones(2, 1)).sum().backward()
-        if os.environ["RANK"] == "1" and state.step == 10 and not is_second:
-            (folder / "lost").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if (os.environ["RANK"], state.step) == ("1", 10):
+            LOSS.inject("forward", folder)
         optimizer.step()
         schedule.step()
         state.step += 1
@@ -397,8 +400,7 @@ def fit(
 def lose_connections(waits: Sequence[float]) -> str:
     """Train; rank 1 dies after its wait, and a collective of the program fails in rank 0."""
     attempt, number = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
-    module = torch.nn.Linear(1, 1)
-    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.1)
+    model, optimizer = linear()
     for _ in range(2):
         model(torch.ones(2, 1)).sum().backward()
         optimizer.step()
@@ -421,17 +423,13 @@ def test_a_loss_that_restarts_all_counts_once(
 
 def refuse_to_join(folder: Path) -> int:
     """Train; the second process of rank 1 refuses to. Return how many processes get to the end."""
-    number, marker = os.environ["RANK"], folder / "lost"
-    module = torch.nn.Linear(1, 1)
-    model, optimizer = prepare_model(module), torch.optim.SGD(module.parameters(), 0.1)
-    if number == "1" and marker.exists():
-        prepare_model(module)
-    state = State(step=0)
+    number, (model, optimizer), state = os.environ["RANK"], linear(), State(step=0)
+    if number == "1" and LOSS.marker(folder).exists():
+        prepare_model(model.module)
     while state.step < 400:
         model(torch.ones(2, 1)).sum().backward()
         if (number, state.step) == ("1", 10):
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            LOSS.inject("forward", folder)
         optimizer.step()
         state.step += 1
         time.sleep(PAUSE)

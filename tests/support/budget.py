@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LIMITS = {
     "lines of code in distributor/": 30_799,
     "modules in distributor/": 200,
-    "lines in tests/": 33_100,
+    "lines in tests/": 33_098,
 }
 NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
